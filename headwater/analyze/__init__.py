@@ -1,4 +1,4 @@
-"""Explains a model: its mixing matrix and its measures, a run read back, and the HTML report made from it.
+"""Explain a model and its runs: mixing matrix, measures, inspector, report and scaling fits.
 
 Names load on first use, so that reading a run does not import torch.
 """
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .contract import check_residual
-    from .matrix import write_matrix
     from .mixing import MixingMatrix, mixing_matrix
     from .report import write_report
     from .scaling import Fit, Interval, Scaling, scaling_of
@@ -23,7 +22,6 @@ _homes = {
     "mixing_matrix": "mixing",
     "residual_table": "table",
     "scaling_of": "scaling",
-    "write_matrix": "matrix",
     "write_report": "report",
 }
 
@@ -36,7 +34,6 @@ __all__ = [
     "mixing_matrix",
     "residual_table",
     "scaling_of",
-    "write_matrix",
     "write_report",
 ]
 

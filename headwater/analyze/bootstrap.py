@@ -1,20 +1,20 @@
-"""How far curves of loss against compute would move with other seeds: a parametric bootstrap.
+"""A parametric bootstrap: the spread of curves of loss against compute if the seeds were others.
 
 Both curves, a residual's and the baseline's, are fitted again and again, each time to the losses of
 the runs plus noise. The noise is that of seeds, step by step:
 
-1. Every budget is matched with the nearest one of the baseline (`nearest_budgets`).
-2. Small models may vary much more than larger ones, so every budget has a noise of its own if it has
-   seeds enough to know it; otherwise neighbouring budgets share theirs (`noise_groups`).
+1. Every budget is matched with the nearest budget of the baseline (`nearest_budgets`).
+2. Small models may vary much more than larger ones, so every budget has a noise of its own if it
+   has enough seeds to know it; otherwise neighbouring budgets share theirs (`noise_groups`).
 3. In a group, sigma is the pooled standard deviation of runs around the mean of their budget. With
-   too few seeds a residual takes the sigma of all residuals together, or its own where that is more.
-   Few seeds know sigma only roughly, so each draw scales it by sqrt(f / chi2_f), f the degrees of
-   freedom of the one that has more: the interval of what is linear in the losses is then Student's
-   (`group_noise`).
+   too few seeds a residual takes the sigma of all residuals together, or its own where that is
+   more. Few seeds know sigma only roughly, so each draw scales it by sqrt(f / chi2_f), f the
+   degrees of freedom of the curve that has more: the interval of whatever is linear in the losses
+   is then Student's (`group_noise`).
 4. Runs of equal seed saw equal data, so their noise is correlated, as far as enough pairs tell
    (`correlation`, `draw_normals`).
 
-Drawing the seeds themselves anew would make too little of the spread: with two seeds a budget, such
+Drawing the seeds themselves anew would underestimate the spread: with two seeds per budget, such
 intervals hold in 70 to 80 of 100 cases.
 """
 
@@ -35,7 +35,7 @@ Place = tuple[float, int | None]  # a run: its budget and its seed
 
 @dataclass(frozen=True)
 class Noise:
-    """The standard deviation of runs of one budget: its estimate, and what each draw takes it for."""
+    """The standard deviation of runs of one budget: its estimate, and its value in each draw."""
 
     sigma: float
     draws: np.ndarray
@@ -229,7 +229,7 @@ def draw_normals(
     draws: int,
     random: np.random.Generator,
 ) -> tuple[dict[Place, np.ndarray], dict[Place, np.ndarray]]:
-    """Standard normal numbers for every run of ours and of the baseline; those of twins correlate."""
+    """Draw a standard normal number for every run; those of twins correlate."""
     baseline_normals = {place: random.standard_normal(draws) for place in baseline}
     our_normals = {place: random.standard_normal(draws) for place in ours}
     rest = math.sqrt(max(0.0, 1 - correlation**2))

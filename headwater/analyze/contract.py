@@ -1,12 +1,13 @@
 """Check that a residual keeps what every residual promises, for whoever writes one.
 
 As in `torch.library.opcheck` and scikit-learn's `check_estimator`, every check runs by itself on a
-small random model, and a failure leaves the other checks their say. Only three end the list when they
-fail, since others would blame something else: that the residual can be built, that a pass has the
-right shapes, and that a state is a value.
+small random model, and a failure leaves the other checks their say. Only three end the list when
+they fail, since others would blame something else: that the residual can be built, that a pass has
+the right shapes, and that a state is a value.
 """
 
 import copy
+import functools
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -54,8 +55,9 @@ def check_residual(spec: str) -> dict[str, str]:
 
     Arguments: `spec`, a registered name, with options if you like.
 
-    Returns a dictionary: for each check, by name, what is wrong and in which method, or "" where nothing is. A class
-    that cannot be built, or whose pass has not the right shapes or changes a state, has no checks after that.
+    Returns a dictionary: for each check, by name, what is wrong and in which method, or "" where
+    nothing is. A class that cannot be built, or whose pass has not the right shapes or changes a
+    state, has no checks after that.
     Raises ValueError for an unknown name or option.
 
         assert not any(check_residual("leaky:start=0.5").values())
@@ -122,11 +124,15 @@ def shapes(spec: str) -> str:
     for i, y in enumerate(outputs):
         if wrong := misshapen(residual.weights(state, i), i, x):
             return wrong
+
+        # A read gives one tensor as the stream is, or three, and a state as laid out.
         read, state = residual.read(state, i)
         if wrong := unlaid(residual, state, "write", i):
             return f"_read of sublayer {i} {wrong}"
-        if len(parts := inputs(read)) not in (1, 3):
-            return f"_read of sublayer {i} gives {len(parts)} tensors: one, or three for query, key and value"
+        parts = inputs(read)
+        if len(parts) not in (1, 3):
+            count = f"{len(parts)} tensors: one, or three for query, key and value"
+            return f"_read of sublayer {i} gives {count}"
         for part in parts:
             if wrong := unlike(part, x):
                 return f"_read of sublayer {i} {wrong}"
@@ -151,7 +157,8 @@ def unlike(read: Tensor, x: Tensor) -> str:
     if not isinstance(read, Tensor):
         return f"gives a {type(read).__name__}, not a tensor"
     if read.shape != x.shape or read.dtype != x.dtype:
-        return f"gives {tuple(read.shape)} of {read.dtype} for a stream of {tuple(x.shape)} of {x.dtype}"
+        stream = f"{tuple(x.shape)} of {x.dtype}"
+        return f"gives {tuple(read.shape)} of {read.dtype} for a stream of {stream}"
     return "" if read.isfinite().all() else "is not finite"
 
 
@@ -173,8 +180,8 @@ def norms(spec: str) -> str:
         return rms_norm(read, weight, 1e-6)
 
     def same(normed: Read, plain: Read) -> bool:
-        pairs = zip(inputs(normed), map(norm, inputs(plain)))
-        return all(torch.allclose(*pair, atol=1e-4, rtol=1e-4, equal_nan=True) for pair in pairs)
+        close = functools.partial(torch.allclose, atol=1e-4, rtol=1e-4, equal_nan=True)
+        return all(map(close, inputs(normed), map(norm, inputs(plain))))
 
     for i, y in enumerate(outputs):
         plain, after = residual.read(state, i)
@@ -189,13 +196,16 @@ def norms(spec: str) -> str:
 def states(spec: str) -> str:
     """A state is a value: nothing changes it, and no pass is kept in the residual."""
     residual, one, two = scattered(spec).residual, sources(), sources()
+
+    # Each pass by itself, and one of them again.
     guard = Guard()
     with watched(residual, guard):
-        alone = [flat(replay(residual, sources_of_pass)) for sources_of_pass in (one, two)]
+        alone = [flat(replay(residual, one)), flat(replay(residual, two))]
     if guard.changed:
         return f"{', '.join(guard.changed)} changes in place what it was given: make a new tensor"
     if not equal(flat(replay(residual, two)), alone[1]):
-        return "the same pass gives something else the second time: reads follow from the state and parameters alone"
+        rule = "reads follow only from the state and parameters"
+        return f"the same pass gives something else the second time: {rule}"
 
     # Both passes at a time, step by step.
     first, second = residual.begin(one[0]), residual.begin(two[0])
@@ -229,7 +239,8 @@ def attributes(residual: Residual) -> dict[str, Any]:
 def gradients(spec: str) -> str:
     """They reach every parameter of the residual."""
     model, text = scattered(spec), tokens()
-    cross_entropy(model(text)[:, :-1].flatten(0, 1), text[:, 1:].flatten()).backward()
+    logits = model(text)[:, :-1].flatten(0, 1)
+    cross_entropy(logits, text[:, 1:].flatten()).backward()
     silent, infinite = [], []
     for name, parameter in model.residual.named_parameters():
         gradient = parameter.grad
@@ -265,7 +276,8 @@ def maps(spec: str) -> str:
     for i, (row, read) in enumerate(zip(matrix, trace.reads)):
         mixed = torch.einsum("n...,n...d->...d", row, torch.stack(trace.sources))
         if not torch.allclose(mixed, inputs(read)[0], atol=1e-4, rtol=1e-4):
-            cure = "weights that are computed from the state pass through hold; or mixes is 'channel' or 'operator'"
+            cure = "weights that are computed from the state pass through hold"
+            cure += "; or mixes is 'channel' or 'operator'"
             return f"the mixing matrix does not give back read {i}: {cure}"
     return ""
 
@@ -285,11 +297,12 @@ def cache(spec: str) -> str:
 
 @torch.no_grad()
 def loading(spec: str) -> str:
-    """What is saved and loaded computes exactly the same."""
+    """A saved and loaded model computes exactly the same."""
     model, text = scattered(spec), tokens()
     with TemporaryDirectory() as folder:
         model.save(Path(folder))
-        distance = (Decoder.load(Path(folder)).eval()(text) - model(text)).abs().max()
+        loaded = Decoder.load(Path(folder)).eval()
+    distance = (loaded(text) - model(text)).abs().max()
     if distance == 0:
         return ""
     cure = "a parameter or a buffer, or follow from __init__'s arguments"
@@ -305,12 +318,18 @@ def stages(spec: str) -> str:
     cut = next((i for i in range(SUBLAYERS // 2, SUBLAYERS) if residual.may_cut(i)), None)
     if cut is None:
         return ""
+
+    # Each stage keeps the parameters of its sublayers.
     first, last = copy.deepcopy(residual), copy.deepcopy(residual)
     first.keep_only(0, cut)
     last.keep_only(cut, SUBLAYERS)
-    cure = "parameters of sublayer i stand in a dict under str(i), those of the end under str(sublayers)"
+    cure = "parameters of sublayer i stand in a dict under str(i), those of the end under "
+    cure += "str(sublayers)"
     if both := sorted({*dict(first.named_parameters())} & {*dict(last.named_parameters())}):
-        return f"both stages of a pipeline keep {', '.join(both)}: {cure}; or may_cut says where none is cut"
+        cure += "; or may_cut says where none is cut"
+        return f"both stages of a pipeline keep {', '.join(both)}: {cure}"
+
+    # The state goes from one stage to the other.
     state = first.begin(x)
     for i, y in enumerate(outputs):
         if i == cut:
@@ -326,7 +345,7 @@ def stages(spec: str) -> str:
 
 @torch.no_grad()
 def device(spec: str) -> str:
-    """It goes along where a model moves; here to a device without values, on which pipelines trace shapes."""
+    """It moves with its model, here to the device on which pipelines trace shapes."""
     scattered(spec).to("meta")(tokens().to("meta"))
     return ""
 
@@ -339,7 +358,8 @@ def bf16(spec: str) -> str:
         model(tokens())
     for i, read in enumerate(trace.reads):
         if not all(part.isfinite().all() for part in inputs(read)):
-            return f"{'_end' if i == SUBLAYERS else f'_read of sublayer {i}'} is not finite"
+            method = "_end" if i == SUBLAYERS else f"_read of sublayer {i}"
+            return f"{method} is not finite"
     return ""
 
 
@@ -393,12 +413,15 @@ class Guard(Watcher):
 
 
 def scattered(spec: str) -> Decoder:
-    """A small model with every parameter off its start, so that nothing is at a symmetric point. Its norms have a large
-    eps, which lets a factor on a read through; without dropout, so that two passes can be compared."""
+    """Make a small model without dropout, every parameter off its start, where all is symmetric.
+
+    Its norms have a large eps, which lets a factor on a read through.
+    """
     model = Decoder(ModelConfig(**SHAPE, context=16, norm_eps=0.1, residual=spec)).eval()
     with torch.no_grad():
         for p in model.parameters():
-            p.add_(torch.randn_like(p) * (0.2 if p.dim() < 2 else 0.5 / p.shape[-1] ** 0.5))
+            scale = 0.2 if p.dim() < 2 else 0.5 / p.shape[-1] ** 0.5
+            p.add_(torch.randn_like(p) * scale)
     return model
 
 

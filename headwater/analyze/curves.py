@@ -1,4 +1,4 @@
-"""Curves and depth records of groups of runs, as a page draws them: smoothed, averaged over seeds, thinned."""
+"""Curves and depth records as a page draws them: smoothed, averaged over seeds, thinned."""
 
 import statistics
 from collections.abc import Sequence
@@ -20,24 +20,26 @@ DEPTH_LISTS = {
 Points = list[tuple[int, float, float | None]]  # step, tokens, value
 
 
-def points(rows: list[Record], key: str = "loss") -> Points:
-    return [(row["step"], row["tokens"], number(row.get(key))) for row in rows]
+def points(rows: list[Record]) -> Points:
+    return [(row["step"], row["tokens"], number(row.get("loss"))) for row in rows]
 
 
 def smoothing_reach(count: int) -> int:
-    """Neighbours on each side that a smoothed point averages over: about a twentieth of the curve in all."""
+    """Count the neighbours on each side of a smoothed point: a twentieth of the curve in all."""
     return max(1, count // 40)
 
 
 def smooth(curve: Points) -> Points:
     """Centred moving average; a missing value stays missing.
 
-    It narrows towards the steep start, where far neighbours would bend it; the last points look back more than ahead.
+    It narrows towards the steep start, where far neighbours would bend it; the last points look
+    back more than ahead.
     """
     reach = smoothing_reach(len(curve))
     # Running sums make each average a difference of two, however wide it is.
-    sums = list(accumulate((value or 0.0 for _, _, value in curve), initial=0.0))
-    counts = list(accumulate((value is not None for _, _, value in curve), initial=0))
+    values = [value for _, _, value in curve]
+    sums = list(accumulate((value or 0.0 for value in values), initial=0.0))
+    counts = list(accumulate((value is not None for value in values), initial=0))
     smoothed: Points = []
     for i, (step, tokens, value) in enumerate(curve):
         near = min(reach, i)
@@ -49,10 +51,10 @@ def smooth(curve: Points) -> Points:
 
 
 def average(curves: list[Points]) -> Points:
-    """The mean over seeds at the steps that every seed reached; missing if a seed's value is missing."""
+    """The mean over seeds at the steps that all reached; missing where a seed's value is."""
     if not curves:
         return []
-    tables = [{step: value for step, _, value in curve} for curve in curves]
+    tables = [_by_step(curve) for curve in curves]
     means: Points = []
     for step, tokens, _ in curves[0]:
         if not all(step in table for table in tables):
@@ -64,9 +66,13 @@ def average(curves: list[Points]) -> Points:
     return means
 
 
+def _by_step(curve: Points) -> dict[int, float | None]:
+    return {step: value for step, _, value in curve}
+
+
 def subtract(curve: Points, base: Points) -> Points:
     """Point by point, at the steps both have; missing where either is."""
-    table = {step: value for step, _, value in base}
+    table = _by_step(base)
     differences: Points = []
     for step, tokens, value in curve:
         if step in table:
@@ -77,16 +83,17 @@ def subtract(curve: Points, base: Points) -> Points:
 
 
 def thin(items: Sequence[Any], limit: int) -> list[Any]:
-    """At most `limit` of the items, evenly spaced, first and last kept."""
+    """At most `limit` of the items, evenly spaced, with the first and the last."""
     if len(items) <= limit:
         return list(items)
     if limit == 1:
         return [items[-1]]
-    return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]
+    stride = (len(items) - 1) / (limit - 1)
+    return [items[round(i * stride)] for i in range(limit)]
 
 
 def curves(group: Group, kind: str) -> dict[int, Points]:
-    """The curve of each run, by the run's position in the group: "train", "eval", or "difference" to the baseline."""
+    """The curve of each run by its position in the group: "train", "eval" or "difference"."""
     baseline = {run.seed: run for run in group.baseline.runs} if group.baseline else {}
     by_position: dict[int, Points] = {}
     for position, run in enumerate(group.runs):
@@ -112,7 +119,7 @@ def draw_curves(group: Group, kind: str, limit: int) -> dict[str, Any]:
         lines.append({"seed": group.runs[position].seed, **_lists(curve, limit)})
 
     # A seed that ran twice is drawn twice, and counts once in the mean.
-    counted = [id(run) for run in once([group.runs[position] for position in by_position])]
+    counted = {id(run) for run in once([group.runs[position] for position in by_position])}
     means = [curve for i, curve in by_position.items() if id(group.runs[i]) in counted]
     recorded = max(map(len, by_position.values()), default=0)
     return {
@@ -124,37 +131,43 @@ def draw_curves(group: Group, kind: str, limit: int) -> dict[str, Any]:
 
 
 def _lists(curve: Points, limit: int) -> dict[str, list[float | None]]:
-    shown = thin(curve, limit)
+    places = thin(curve, limit)
     return {
-        "x": [tokens for _, tokens, _ in shown],
-        "y": [rounded(value, 5) for _, _, value in shown],
+        "x": [tokens for _, tokens, _ in places],
+        "y": [rounded(value, 5) for _, _, value in places],
     }
 
 
 def draw_depth(group: Group, frames: int, digits: int) -> dict[str, Any] | None:
-    """Depth records averaged over seeds, at up to `frames` steps that every seed recorded (or each seed's last one)."""
+    """Average depth records over seeds, at up to `frames` steps that every seed recorded.
+
+    Without a common step, the last record of each seed is taken.
+    """
     runs = once([run for run in group.runs if run.depth])
     kinds = runs[-1].depth[-1]["sublayers"] if runs else []
+
+    # The records of each run by step. A run of other sublayers is of another model.
     tables = []
     for run in runs:
-        alike = [record for record in run.depth if record["sublayers"] == kinds]
-        tables.append({record["step"]: record for record in alike})
+        records = [record for record in run.depth if record["sublayers"] == kinds]
+        tables.append({record["step"]: record for record in records})
     if not kinds or not all(tables):
         return None
+
     shared = [step for step in tables[0] if all(step in table for table in tables)]
-    sets = [[table[step] for table in tables] for step in thin(shared, frames)]
-    if not sets:
-        sets = [[list(table.values())[-1] for table in tables]]
+    records_of_frames = [[table[step] for table in tables] for step in thin(shared, frames)]
+    if not records_of_frames:
+        records_of_frames = [[list(table.values())[-1] for table in tables]]
     return {
         "kinds": [str(kind) for kind in kinds],
         "seeds": len(runs),
         "recorded": len(shared) or 1,
-        "frames": [frame(records, digits) for records in sets],
+        "frames": [frame(records, digits) for records in records_of_frames],
     }
 
 
 def frame(records: list[Record], digits: int) -> dict[str, Any]:
-    """One step: the mean over seeds of each list, and of the mixing map's lower triangle, row after row."""
+    """Average the lists of one step over seeds, and the map's lower triangle, row after row."""
     values: dict[str, Any] = {key: records[0][key] for key in ("step", "tokens")}
     for name, key in DEPTH_LISTS.items():
         values[name] = mean_list([record.get(key) for record in records], digits)
@@ -183,7 +196,7 @@ def mean_list(lists: list[list[Any] | None], digits: int) -> list[float | None] 
 
 
 def rounded(value: float | None, digits: int) -> float | None:
-    """To so many significant digits: what a page can show, in fewer bytes."""
+    """Round to significant digits, as many as a page can show, and whole numbers to integers."""
     if value is None:
         return None
     short = float(f"{value:.{digits}g}")

@@ -1,6 +1,7 @@
-"""Numbers that describe a depth-mixing matrix M (reads, sources, ...): rows are reads, columns sources, then tokens.
+"""Numbers that describe a depth-mixing matrix M (reads, sources, ...), per token.
 
-Entropy and what follows from it treat a row as shares, |M| over its row's sum. Ranks are counted per token.
+Entropy and what follows from it treat a row as shares, |M| over its row's sum. Ranks are counted
+per token.
 """
 
 import torch
@@ -32,7 +33,7 @@ def effective_sources(matrix: Tensor) -> Tensor:
 
 
 def effective_depth(matrix: Tensor) -> Tensor:
-    """How far back a read looks: the mean distance in sublayers from a read to its sources, weighted by their shares.
+    """The mean distance in sublayers from a read to its sources, weighted by their shares.
 
     0 is the newest output alone; the embedding is as far from read r as r sublayers. (reads, ...)
     """
@@ -50,8 +51,11 @@ def numerical_rank(matrix: Tensor, tolerance: float = TOLERANCE) -> Tensor:
 
 
 def semiseparable_rank(matrix: Tensor, tolerance: float = TOLERANCE) -> Tensor:
-    """The largest rank of a block M[k:, :k + 1], per token, (...): how many numbers a channel's state must carry across
-    depth k for the later reads of what came before it. A residual of n streams has at most n."""
+    """The largest rank of a block M[k:, :k + 1], per token, (...).
+
+    A channel's state must carry as many numbers across depth k for the later reads of what came
+    before it. A residual of n streams has at most n.
+    """
     m = _tokens_first(matrix)
     largest = torch.linalg.svdvals(m).amax(-1, keepdim=True)
     ranks = [

@@ -19,7 +19,10 @@ NOTES = {
 
 @dataclass(frozen=True)
 class MixingMatrix:
-    """M of h_r = sum_s M[r, s] v_s. Rows: reads 0 .. L - 1 and the final read; columns: the embedding and outputs."""
+    """M of h_r = sum_s M[r, s] v_s.
+
+    Rows: reads 0 .. L - 1 and the final read. Columns: the embedding and the outputs.
+    """
 
     tokens: Tensor  # (L + 1, L + 1, B, T)
     sublayers: tuple[str, ...]
@@ -46,9 +49,11 @@ def mixing_matrix(model: Decoder, tokens: Tensor, input: Input = "query") -> Mix
     Arguments:
         model: a `Decoder`, which is run once, without gradients.
         tokens: (B, T).
-        input: "query", "key" or "value", of residuals that route the three inputs of attention apart.
+        input: "query", "key" or "value", of residuals that route the three inputs of attention
+        apart.
 
-    Returns a `MixingMatrix`: `.tokens` (reads, sources, B, T), `.sublayers` their kinds, `.average` over tokens.
+    Returns a `MixingMatrix`: `.tokens` (reads, sources, B, T), `.sublayers` their kinds, `.average`
+    over tokens.
     """
     with torch.no_grad(), record(model.residual) as trace:
         model(tokens)

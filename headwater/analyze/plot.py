@@ -1,4 +1,4 @@
-"""Numbers as pictures: lines by residual, and maps of who reads whom, as SVG for light and dark pages."""
+"""Pictures as SVG for light and dark pages: lines by residual, and maps of who reads whom."""
 
 import math
 import statistics
@@ -7,8 +7,8 @@ from html import escape
 from itertools import cycle, groupby
 from typing import NamedTuple
 
-# Colours on white and on black that people with any colour vision tell apart; the three residuals of
-# most pictures have the same ones in all of them.
+# Colours on white and on black that people with any colour vision tell apart; the three residuals
+# of most pictures have the same ones in all of them.
 COLOURS = {
     "plain": ("#6b6b6b", "#a8a8a8"), "block": ("#2b6ca3", "#74b3e8"), "full": ("#b3690f", "#e5a04b"),
     "other0": ("#1b7f5c", "#4fc79b"), "other1": ("#a3417c", "#e08bbb"), "other2": ("#7a6a00", "#d9c84a"),
@@ -52,7 +52,7 @@ class Line(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """Lines over two axes. `label` writes a number across; with `zero` the axis upwards begins there."""
+    """Lines over two axes. `label` writes a number across; `zero` begins the axis upwards at 0."""
 
     title: str
     across: str
@@ -85,11 +85,10 @@ def lines_of(points: Mapping[str, Mapping[float, Sequence[float]]]) -> list[Line
 
 def picture(panels: Sequence[Panel | Map], label: str) -> str:
     """An SVG with panels two in a row, or maps, which are square and small, three in a row."""
+    wide, high, columns = _width(panels), HIGH, 2
     if isinstance(panels[0], Map):
-        wide, high, most = MAP, MAP, 3
-    else:
-        wide, high, most = _width(panels), HIGH, 2
-    columns = min(most, len(panels))
+        wide, high, columns = MAP, MAP, 3
+    columns = min(columns, len(panels))
     rows = math.ceil(len(panels) / columns)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide * columns} {high * rows}" '
@@ -115,11 +114,12 @@ def _cells(panel: Map) -> list[str]:
 
     There is one path a step, in which equal neighbours of a row are one piece.
     """
-    most = max(map(max, panel.shares))
+    largest = max(map(max, panel.shares))
     shades: dict[int, list[str]] = {}
     for row, shares in enumerate(panel.shares):
         column = 0
-        for shade, neighbours in groupby(round(SHADES * share / most) for share in shares):
+        steps = [round(SHADES * share / largest) for share in shares]
+        for shade, neighbours in groupby(steps):
             wide = len([*neighbours])
             if shade:
                 shades.setdefault(shade, []).append(f"M{column} {row}h{wide}v1h-{wide}z")
@@ -135,17 +135,19 @@ def _cells(panel: Map) -> list[str]:
         )
     return [
         *parts, "</g>",
-        f'<text x="{EDGE}" y="{MAP - EDGE + 16}" class="quiet">sources; the most: {most:.1f} even shares</text>',
+        f'<text x="{EDGE}" y="{MAP - EDGE + 16}" class="quiet">sources; the most: {largest:.1f} even shares</text>',
         f'<text transform="translate({EDGE - 8} {MAP - EDGE}) rotate(-90)" class="quiet">reads, the last below</text>',
     ]  # fmt: skip
 
 
 class _Axes:
-    """Where numbers stand in a panel: the range of both axes, and room for intervals side by side."""
+    """The places of numbers in a panel: the range of both axes, and room for intervals."""
 
     def __init__(self, panel: Panel) -> None:
         self.log = panel.log
         self.xs = sorted({x for line in panel.lines for x in line.points})
+
+        # The axis upwards holds all dots, and the ends of intervals that have one.
         values: list[float] = []
         for line in panel.lines:
             for ys in (*line.points.values(), *line.spans.values()):
@@ -202,6 +204,7 @@ def _numbers_across(axes: _Axes, panel: Panel) -> list[str]:
     last = -math.inf
     for value in axes.xs:
         x = axes.place(value, axes.ticks[0])[0]
+        # A number too close to the one before it is left out.
         if x - last > APART:
             place = f'x="{x}" y="{FLOOR + 18}" text-anchor="middle"'
             parts.append(f'<text {place} class="quiet">{escape(panel.label(value))}</text>')
@@ -237,9 +240,12 @@ def _means(line: Line) -> list[tuple[float, float]]:
 
 def _spaced(ends: Sequence[float]) -> list[float]:
     """Move names apart, from the top, that would overlap or stand among the numbers below."""
+    # Downwards, each name at least a line below the one before it.
     places: list[float] = []
     for end in ends:
         places.append(max(end, places[-1] + 13) if places else end)
+
+    # Upwards again, from the numbers below, or from the picture's end if there are many names.
     floor = min(HIGH - 6, max(FLOOR, TOP + 13 * (len(ends) - 1)))
     for below, index in enumerate(reversed(range(len(places)))):
         places[index] = min(places[index], floor - 13 * below)
@@ -254,7 +260,9 @@ def _scale(values: Sequence[float], low: float, high: float) -> Callable[[float]
 def _ticks(low: float, high: float) -> list[float]:
     """Round numbers around a range, four to seven of them."""
     span = (high - low) or 1
-    step = 10 ** math.floor(math.log10(span))
-    step = next(step * part for part in (0.1, 0.2, 0.25, 0.5, 1, 2) if span / (step * part) <= 6)
+    power = 10 ** math.floor(math.log10(span))
+    # The smallest round step that leaves six gaps or fewer.
+    steps = [power * part for part in (0.1, 0.2, 0.25, 0.5, 1, 2)]
+    step = next(step for step in steps if span / step <= 6)
     first, last = math.floor(low / step), math.ceil(high / step)
     return [round(number * step, 9) for number in range(first, last + 1)]

@@ -1,8 +1,8 @@
 """Least squares for L = E + A C^-alpha: loss against compute, or any cost.
 
-For a given alpha, L is linear in E and A, and the best of both have a formula. So the search is over
-alpha alone (variable projection): first over a coarse grid, then over a fine one around the best.
-E and A stay above zero.
+For a given alpha, L is linear in E and A, and the best of both have a formula. So the search is
+over alpha alone (variable projection): first over a coarse grid, then over a fine one around the
+best. E and A stay above zero.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ import numpy as np
 from headwater.errors import UserError
 
 ALPHAS = np.geomspace(0.01, 2.0, 100)
-BUDGETS = 3  # at least: the curve has three numbers
-AT_ONCE = 1000  # fits, for memory
+BUDGETS = 3  # the least number of budgets: the curve has three numbers
+AT_ONCE = 1000  # fits at a time, for memory
 
 
 @dataclass(frozen=True)
@@ -45,26 +45,30 @@ def fit(compute: Sequence[float], losses: Sequence[float]) -> Fit:
 
 
 def fit_each(compute: Sequence[float], losses: np.ndarray) -> list[Fit]:
-    """A fit to each row of losses (draws, points)."""
+    """Fit a curve to each row of losses (draws, points)."""
     if len(losses) > AT_ONCE:
         return [*fit_each(compute, losses[:AT_ONCE]), *fit_each(compute, losses[AT_ONCE:])]
     costs = np.asarray(compute, dtype=float)
-    budgets, which, runs = np.unique(costs, return_inverse=True, return_counts=True)
+    budgets, budget_of_run, runs = np.unique(costs, return_inverse=True, return_counts=True)
     if len(budgets) < BUDGETS:
         raise UserError(
             f"a scaling fit needs runs at three budgets at least, and got {len(budgets)}"
         )
     # Runs of one budget differ from their mean by the same for every curve, so the mean stands for
     # them, and counts as often as there are runs.
-    means = np.stack([losses[:, which == n].mean(-1) for n in range(len(budgets))], -1)
+    columns = [losses[:, budget_of_run == n].mean(-1) for n in range(len(budgets))]
+    means = np.stack(columns, -1)
     share = runs / runs.sum()
+    # The unit is the geometric mean of the runs' budgets.
     unit = float(np.exp(share @ np.log(budgets)))
-    coarse = _best(ALPHAS[None], budgets / unit, means, share)[2]
+    costs = budgets / unit
+
+    # A coarse search for alpha, then a fine one within a step of its result.
+    coarse = _best(ALPHAS[None], costs, means, share)[2]
     step = ALPHAS[1] / ALPHAS[0]
     fine = coarse[:, None] * np.geomspace(1 / step, step, 101)
-    parameters = _best(fine, budgets / unit, means, share)
-    rows = zip(*(parameter.tolist() for parameter in parameters))
-    return [Fit(floor, scale, alpha, unit) for floor, scale, alpha in rows]
+    floors, scales, alphas = (values.tolist() for values in _best(fine, costs, means, share))
+    return [Fit(*parameters, unit) for parameters in zip(floors, scales, alphas)]
 
 
 def _best(
@@ -87,11 +91,13 @@ def _best(
 
 
 def _lines(x: np.ndarray, y: np.ndarray, share: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The best floor + scale x along the last axis, with neither below zero."""
-    spread = x - (x @ share)[..., None]
+    """Fit floor + scale x along the last axis, with neither below zero."""
+    # Weighted least squares of a line.
+    center = x @ share
+    spread = x - center[..., None]
     mean = y @ share
     scale = (spread * y) @ share / (spread**2 @ share)
-    floor = mean - scale * (x @ share)
+    floor = mean - scale * center
     # With a floor below zero the best line goes through zero; with a falling one it is flat.
     through_zero = (x * y) @ share / (x**2 @ share)
     scale = np.where(floor < 0, through_zero, scale)

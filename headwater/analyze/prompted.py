@@ -1,4 +1,4 @@
-"""A model reading one prompt, as the report and the matrices see a run: what was not trained here looks at itself."""
+"""A model that reads one prompt, in the form of a run, so that a report can show it."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -13,13 +13,14 @@ from headwater.runs.record import RecordedRun
 def prompted_run(inspection: Inspection, *, dim: int, layers: int) -> RecordedRun:
     """One forward pass in place of a run: a depth record, and nothing of training.
 
-    `inspection`: what `headwater.inspect` returns, `removals="none"` will do; the page calls the model by its name.
-    `dim`, `layers`: the width of the stream and the decoder layers. Returns what `write_report` and `write_matrix` take
-    as `models`.
+    `inspection`: what `headwater.inspect` returns, `removals="none"` will do; the page calls the
+    model by its name.
+    `dim`, `layers`: the width of the stream and the decoder layers. Returns one of the `models`
+    that `write_report` takes.
 
         inspection = headwater.inspect(model, tokens, name="llama-attnres", removals="none")
         run = prompted_run(inspection, dim=2048, layers=16)
-        write_matrix([], Path("matrix.html"), models=[run])
+        write_report([], Path("report.html"), models=[run])
     """
     tokens = len(inspection.ids)
     record = {

@@ -1,72 +1,79 @@
-"""Where the numbers come from: model, corpus, optimizer, versions, the runs, and the command that makes them again."""
+"""The origin of a report's numbers: model, corpus, optimizer, versions, runs and commands."""
 
-import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from headwater.analyze.markup import count, definitions, text, unique
+from headwater.errors import command
 from headwater.runs.files import read_object
 from headwater.runs.groups import Group, noun, once
 from headwater.runs.launch import most_at_a_time
-from headwater.runs.record import Record, RecordedRun, find_runs, section
+from headwater.runs.record import COMPARISON, Record, RecordedRun, find_runs, section
 from headwater.runs.tables import Table
 
-BYTES = 320  # what a model has at most for bytes and the end of a text, unless it is told otherwise
+BYTES = 320  # the largest vocabulary of a model of bytes, unless its settings say another
 
 
 def facts(groups: list[Group]) -> str:
-    """What every run of the page has in common; values that differ stand side by side. What none says is left out: a
-    model that reads a prompt has no corpus."""
-    runs = [run for group in groups for run in group.runs]
-    counts = {len(once(group.runs)) for group in groups}
-    last = max(run.written for run in runs)
-    seen = unique([count(tokens) for group in groups if (tokens := group.tokens()) is not None], 3)
+    """Write what the runs of the page have in common, with values that differ side by side.
 
-    def each(describe: Callable[[RecordedRun], str]) -> str:
-        return " or ".join(unique([said for run in runs if (said := describe(run))], 3))
+    Facts that no run knows are left out: a model that reads a prompt has no corpus.
+    """
+    runs = [run for group in groups for run in group.runs]
+    tokens = [count(total) for group in groups if (total := group.tokens()) is not None]
+    written = max(run.written for run in runs)
+
+    def together(describe: Callable[[RecordedRun], str]) -> str:
+        return " or ".join(unique(list(filter(None, map(describe, runs))), 3))
 
     rows = {
         "Model": models(runs),
-        "Corpus": each(corpus),
-        "Training": each(training),
-        "Optimizer": each(optimizer),
-        "Tokens": f"{' or '.join(seen)} per run" if seen else "",
-        "Seeds": f"{plain_range(counts)} per {noun(groups)}",
-        "Runs": f"{sum(run.summary is not None for run in runs)} of {len(runs)} finished{side_by_side(groups, runs)}",
-        "Device": each(lambda run: made_with(run, "device")),
-        "Versions": each(versions),
-        "Last written": last.strftime("%Y-%m-%d %H:%M UTC")
-        if last.timestamp()
-        else "",  # archives may drop times
+        "Corpus": together(corpus),
+        "Training": together(training),
+        "Optimizer": together(optimizer),
+        "Tokens": " or ".join(unique(tokens, 3)),
+        "Seeds": f"{_seeds(groups)} per {noun(groups)}",
+        "Runs": _finished(groups, runs),
+        "Device": together(lambda run: made_with(run, "device")),
+        "Versions": together(versions),
+        "Last written": written.strftime("%Y-%m-%d %H:%M UTC"),
     }
-    return definitions({name: said for name, said in rows.items() if said})
+    if rows["Tokens"]:
+        rows["Tokens"] += " per run"
+    if not written.timestamp():  # an archive may drop times
+        rows["Last written"] = ""
+    return definitions({name: words for name, words in rows.items() if words})
 
 
-def plain_range(counts: set[int]) -> str:
-    return str(min(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
+def _seeds(groups: list[Group]) -> str:
+    counts = {len(once(group.runs)) for group in groups}
+    return " to ".join(map(str, sorted({min(counts), max(counts)})))
 
 
-def side_by_side(groups: list[Group], runs: list[RecordedRun]) -> str:
+def _finished(groups: list[Group], runs: list[RecordedRun]) -> str:
+    """Count the finished runs, and say how many were made side by side."""
+    finished = sum(run.summary is not None for run in runs)
+    words = f"{finished} of {len(runs)} finished"
     if len(runs) == 1:
-        return ""
-    if (most := most_at_a_time(group.beside for group in groups)) is None:
-        return "; how many at a time is unknown"
-    return ", one at a time" if most == 1 else f", up to {most} at a time"
+        return words
+    at_a_time = most_at_a_time(group.beside for group in groups)
+    if at_a_time is None:
+        return f"{words}; how many at a time is unknown"
+    return f"{words}, one at a time" if at_a_time == 1 else f"{words}, up to {at_a_time} at a time"
 
 
 def models(runs: list[RecordedRun]) -> str:
-    """Their sizes, and their parts where those are not attention alone."""
-    found = [section(run.config, "model") for run in runs]
-    sizes = unique([f"{each.get('layers', '?')} × {each.get('dim', '?')}" for each in found], 8)
-    layers, width = sizes[0].split(" × ")
-    shape = (
-        f"{layers} layers, width {width}"
-        if len(sizes) == 1
-        else f"{', '.join(sizes)} (layers × width)"
-    )
-    patterns = unique([pattern(each) for each in found], 3)
-    return shape if patterns == ["attention"] else f"{shape}, {' or '.join(patterns)}"
+    """Name the sizes of the models, and their parts if those are not attention alone."""
+    settings = [section(run.config, "model") for run in runs]
+    shapes = [(model.get("layers", "?"), model.get("dim", "?")) for model in settings]
+    sizes = unique([f"{layers} × {width}" for layers, width in shapes], 8)
+    words = f"{', '.join(sizes)} (layers × width)"
+    if len(sizes) == 1:
+        layers, width = shapes[0]
+        words = f"{layers} layers, width {width}"
+    patterns = unique(list(map(pattern, settings)), 3)
+    return words if patterns == ["attention"] else f"{words}, {' or '.join(patterns)}"
 
 
 def pattern(model: Record) -> str:
@@ -75,116 +82,101 @@ def pattern(model: Record) -> str:
 
 
 def corpus(run: RecordedRun) -> str:
-    found = section(run.config, "data")
-    source = found.get("source")
+    """Name the text of a run, its tokens and the beginning of its hash."""
+    source = section(run.config, "data").get("source")
     names = [Path(str(name)).name for name in source] if isinstance(source, list) else []
     digest = str(run.corpus.get("source_hash") or "")[:12]
-    return ", ".join(part for part in (", ".join(unique(names, 3)), tokens(run), digest) if part)
+    return _listed([*unique(names, 3), tokens(run), digest])
 
 
 def tokens(run: RecordedRun) -> str:
-    """Their kind and, but of bytes, the model's vocabulary. The settings' kind is not that of tokens which were made
-    before: where the run's own tokenizer is gone, bytes are believed only of a vocabulary that they would have."""
-    kind, vocabulary = (
-        section(run.config, "data").get("tokenizer"),
-        section(run.config, "model").get("vocab_size"),
-    )
+    """Name the kind of the tokens and, unless they are bytes, the size of the vocabulary.
+
+    The setting may not fit tokens that were made before. Where the run's own tokenizer is gone, the
+    setting "bytes" is believed only of a vocabulary that a model of bytes would have.
+    """
+    setting = section(run.config, "data").get("tokenizer")
+    vocabulary = section(run.config, "model").get("vocab_size")
     vocabulary = vocabulary if isinstance(vocabulary, int) else 0
-    believed = (
-        ("bpe",) if vocabulary > BYTES else ("bytes", "bpe")
-    )  # any other is where it was taken from
-    kind = run.tokenizer or (kind if kind in believed else "")
-    several = f"a vocabulary of {vocabulary:,}" if vocabulary and kind != "bytes" else ""
-    return ", ".join(part for part in (f"{kind} tokens" if kind else "", several) if part)
+    believed = ("bpe",) if vocabulary > BYTES else ("bytes", "bpe")
+    kind = run.tokenizer or (setting if setting in believed else "")
+    size = f"a vocabulary of {vocabulary:,}" if vocabulary and kind != "bytes" else ""
+    return _listed([f"{kind} tokens" if kind else "", size])
 
 
 def training(run: RecordedRun) -> str:
-    settings, context = section(run.config, "train"), section(run.config, "model").get("context")
-    batch = settings.get("batch_size")
-    each = f" of {batch} × {context} tokens" if batch and context else ""
-    return f"{settings['steps']} steps{each}" if settings.get("steps") else ""
+    settings = section(run.config, "train")
+    batch, context = settings.get("batch_size"), section(run.config, "model").get("context")
+    if not settings.get("steps"):
+        return ""
+    windows = f" of {batch} × {context} tokens" if batch and context else ""
+    return f"{settings['steps']} steps{windows}"
 
 
 def optimizer(run: RecordedRun) -> str:
     settings = section(run.config, "optim")
-    parts = [
-        str(settings.get("optimizer") or ""),
-        f"learning rate {settings['lr']:g}" if isinstance(settings.get("lr"), int | float) else "",
-        str(settings.get("schedule") or ""),
-    ]
-    return ", ".join(part for part in parts if part)
+    lr = settings.get("lr")
+    rate = f"learning rate {lr:g}" if isinstance(lr, int | float) else ""
+    return _listed(
+        [str(settings.get("optimizer") or ""), rate, str(settings.get("schedule") or "")]
+    )
 
 
 def versions(run: RecordedRun) -> str:
-    known = [(name, made_with(run, name)) for name in ("headwater", "code", "torch")]
-    return ", ".join(f"{name} {value}" for name, value in known if value)
+    packages = [name for name in ("headwater", "code", "torch") if made_with(run, name)]
+    return _listed([f"{name} {made_with(run, name)}" for name in packages])
 
 
 def made_with(run: RecordedRun, key: str) -> str:
     return str((run.summary or {}).get(key) or "")
 
 
+def _listed(parts: Sequence[str]) -> str:
+    return ", ".join(filter(None, parts))
+
+
 def commands(folders: list[Path]) -> list[str]:
-    """One line for each folder that makes its runs again, from the folder's own record of its settings: where the page
-    was made if that was asked for a folder below, else beside the folder, as a page tells nobody's machine."""
-    return [command(folder) for folder in folders]
+    """Write for each folder the command that makes its runs again, from the folder's settings."""
+    return [_command(folder) for folder in folders]
 
 
-def command(folder: Path) -> str:
+def _command(folder: Path) -> str:
+    # A page shows no path of somebody's machine: a folder elsewhere is named without its place.
     below = folder.parts and not folder.is_absolute() and ".." not in folder.parts
     name = folder.as_posix() if below else folder.resolve().name
     modules = {module_of(run) for run in find_runs([folder])}
-    own = [word for module in sorted(modules - {"", "__main__"}) for word in ("--plugin", module)]
-    if (folder / "config.json").is_file():
-        return shlex.join(
-            [
-                "headwater",
-                "train",
-                "--config",
-                f"{name}/config.json",
-                "--out",
-                f"{name}-again",
-                *own,
-            ]
-        )
-    if not (folder / "compare.json").is_file():
-        return shlex.join(["headwater", "study", "RECIPE", "--out", f"{name}-again", *own])
-    saved = read_object(folder / "compare.json")
-
-    def words(key: str) -> list[str]:
-        return [str(item) for item in saved[key]] if isinstance(saved.get(key), list) else []
-
-    flags = [
-        "--config",
-        f"{name}/settings.json",
-        "--residuals",
-        *words("residuals"),
-        "--seeds",
-        *words("seeds"),
+    plugins = [
+        flag for module in sorted(modules - {"", "__main__"}) for flag in ("--plugin", module)
     ]
-    return shlex.join(["headwater", "compare", *flags, "--out", f"{name}-again", *own])
+    if (folder / "config.json").is_file():
+        line = command("train", config=f"{name}/config.json", out=f"{name}-again")
+    elif (folder / COMPARISON).is_file():
+        saved = read_object(folder / COMPARISON)
+        lists = {key: saved.get(key) for key in ("residuals", "seeds")}
+        line = command("compare", config=f"{name}/settings.json", **lists, out=f"{name}-again")
+    else:
+        line = command("study", "RECIPE", out=f"{name}-again")
+    return " ".join([line, *plugins])
 
 
 def module_of(run: Path) -> str:
-    """What a run's command has to import for its residual, by the run's own settings; headwater's are in none."""
+    """Return the module that a run's command imports for its residual; "" for headwater's own."""
     residual = str(section(read_object(run / "config.json"), "model").get("residual"))
     module = residual.partition(":")[0].partition("@")[2]
     return module if all(part.isidentifier() for part in module.split(".")) else ""
 
 
-def command_lines(lines: list[str]) -> str:
+def command_lines(lines: Sequence[str]) -> str:
     return "".join(f"<pre><code>{text(line)}</code></pre>" for line in lines)
 
 
 def settings_table(groups: list[Group]) -> str:
-    """Every setting of the configuration but the residual; differing values are joined."""
-    keys = sorted({key for group in groups for key in group.settings})
-    return definitions(
-        {
-            key: " or ".join(unique([g.settings.get(key, "unset") for g in groups], 3))
-            for key in keys
-        }
-    )
+    """Write every setting but the residual, with different values side by side."""
+    rows = {}
+    for key in sorted({key for group in groups for key in group.settings}):
+        values = [group.settings.get(key, "unset") for group in groups]
+        rows[key] = " or ".join(unique(values, 3))
+    return definitions(rows)
 
 
 RUN_COLUMNS = (
@@ -193,7 +185,7 @@ RUN_COLUMNS = (
 
 
 def runs_table(groups: list[Group]) -> Table:
-    """Every run behind the page."""
+    """List every run behind the page."""
     rows = []
     for group in groups:
         rows += [_run_row(run, group.label) for run in group.runs]
@@ -201,7 +193,7 @@ def runs_table(groups: list[Group]) -> Table:
 
 
 def _run_row(run: RecordedRun, label: str) -> list[str]:
-    loss, summary = run.final("loss"), run.summary or {}
+    loss = run.final("loss")
     values = [
         run.name,
         label,
@@ -209,26 +201,21 @@ def _run_row(run: RecordedRun, label: str) -> list[str]:
         count(run.final("steps")),
         None if loss is None else f"{loss:.4f}",
         run.beside or "unknown",
-        summary.get("device"),
-        summary.get("torch"),
-        summary.get("headwater"),
+        *(made_with(run, key) or None for key in ("device", "torch", "headwater")),
     ]
     return ["—" if value is None else str(value) for value in values]
 
 
+RESULTS = (
+    "loss", "bits_per_byte", "parameters", "flops_per_token", "tokens", "seconds", "peak_memory_bytes"
+)  # fmt: skip
+
+
 def results_data(group: Group) -> list[dict[str, Any]]:
-    """The numbers of each run, for whoever downloads them from the page."""
-    keys = (
-        "loss",
-        "bits_per_byte",
-        "parameters",
-        "flops_per_token",
-        "tokens",
-        "seconds",
-        "peak_memory_bytes",
-    )
-    return [
-        {"seed": run.seed, "finished": run.summary is not None}
-        | {key: run.final(key) for key in keys}
-        for run in group.runs
-    ]
+    """List the numbers of each run, for whoever downloads them from the page."""
+    rows = []
+    for run in group.runs:
+        row: dict[str, Any] = {"seed": run.seed, "finished": run.summary is not None}
+        row.update((key, run.final(key)) for key in RESULTS)
+        rows.append(row)
+    return rows

@@ -4,6 +4,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 from headwater.errors import UserError
@@ -17,13 +18,15 @@ Sweep = Mapping[float, Sequence[RecordedRun]]  # runs of one residual and size, 
 def at_rate(runs: Sequence[RecordedRun], lr: float | Literal["best"] | None) -> list[RecordedRun]:
     """Choose runs by their learning rate.
 
-    `lr`: a rate; "best": for each residual and size (all settings but the rate), the finished runs with the rate at
-    which their mean loss is lowest; None: all runs. Raises UserError for a rate that no run has.
+    `lr`: a rate; "best": for each residual and size (all settings but the rate), the finished runs
+    with the rate at which their mean loss is lowest; None: all runs. Raises UserError for a rate
+    that no run has.
     """
     if lr is None:
         return list(runs)
     if lr == "best":
-        return [run for sweep in sweeps_of(runs) for run in best_of(sweep)]
+        best = map(best_of, sweeps_of(runs))
+        return list(chain.from_iterable(best))
     chosen = [run for run in runs if rate_of(run) == lr]
     if not chosen:
         raise UserError(f"no run has the learning rate {lr:g}; there are {rates_told(runs)}")
@@ -37,9 +40,10 @@ def sweeps_of(runs: Sequence[RecordedRun]) -> list[Sweep]:
     """
     sweeps: dict[Any, dict[float, list[RecordedRun]]] = defaultdict(lambda: defaultdict(list))
     for run, settings in zip(runs, settings_of(runs), strict=True):
+        # A size is all settings that the residual feels, without the rate.
         ignored = UNFELT.get(run.residual, set()) | {RATE}
-        rest = sorted((key, value) for key, value in settings.items() if key not in ignored)
-        sweeps[run.residual, *rest][rate_of(run)].append(run)
+        size = sorted((key, value) for key, value in settings.items() if key not in ignored)
+        sweeps[run.residual, *size][rate_of(run)].append(run)
     return list(sweeps.values())
 
 
@@ -50,6 +54,7 @@ def best_of(sweep: Sweep) -> list[RecordedRun]:
 
 
 def _mean_loss(runs: Sequence[RecordedRun]) -> float:
+    # A run that diverged has no loss, and its rate is never the best one.
     losses = [run.final("bits_per_byte") for run in runs]
     return statistics.fmean(math.inf if loss is None else loss for loss in losses)
 
@@ -74,7 +79,8 @@ def rates_by_budget(
 ) -> str:
     """Name the best rate at each budget, and how far to believe it, with a line for each residual.
 
-    For example: standard 0.016 at 1.46e+15 (3 seeds), 0.008 at 1e+16 (1 of 3 seeds; the smallest that was tried).
+    For example: standard 0.016 at 1.46e+15 (3 seeds), 0.008 at 1e+16 (1 of 3 seeds; the smallest
+    that was tried).
     """
     lines: dict[str, list[tuple[float, str]]] = defaultdict(list)
     for sweep in sweeps_of(runs):
@@ -90,10 +96,10 @@ def rates_by_budget(
 
 
 def _belief(sweep: Sweep, best: Sequence[RecordedRun]) -> str:
-    """How many seeds the best rate has, and whether it lies at the edge of what was tried."""
-    rate, most = rate_of(best[0]), max(map(len, sweep.values()))
-    few = f" of {most}" if len(best) < most else ""
-    seeds = f"{len(best)}{few} seed{'s' * (most > 1)}"
+    """Count the seeds of the best rate, and say if it lies at the edge of what was tried."""
+    rate, seeds_tried = rate_of(best[0]), max(map(len, sweep.values()))
+    few = f" of {seeds_tried}" if len(best) < seeds_tried else ""
+    seeds = f"{len(best)}{few} seed{'s' * (seeds_tried > 1)}"
     if len(sweep) == 1:
         return f"{seeds}; no other was tried"
     if rate == min(sweep):

@@ -1,8 +1,8 @@
 """One self-contained HTML page about one or more runs, made from their folders alone.
 
-Words and tables are written in Python, every value through `markup.text`, which escapes it; curves and maps are drawn
-in the page by its script, from one JSON island. A content security policy allows that script and that style alone, so
-nothing that a name contains can run or reach the network.
+Words and tables are written in Python, every value through `markup.text`, which escapes it; curves
+and maps are drawn in the page by its script, from one JSON island. A content security policy allows
+that script and that style alone, so nothing that a name contains can run or reach the network.
 """
 
 import base64
@@ -19,6 +19,7 @@ from typing import Any
 
 from headwater.analyze.curves import draw_curves, draw_depth
 from headwater.analyze.markup import listing, paragraphs, text
+from headwater.analyze.mixing_table import mixing_table
 from headwater.analyze.provenance import (
     command_lines,
     commands,
@@ -36,7 +37,8 @@ from headwater.runs.record import RecordedRun, beside, find_order, paths_of, rea
 from headwater.runs.tables import html
 
 LIMIT = 1_900_000  # bytes; a page is promised to stay under 2 MB
-# Less and less detail, until a page fits: points per curve, depth records per residual, significant digits.
+# Less and less detail, until a page fits: points per curve, depth records per residual, significant
+# digits.
 DETAILS = ((400, 16, 3), (240, 6, 3), (120, 1, 3), (60, 1, 2))
 DOCTYPE = b"<!doctype html>"
 # In this order: each uses what stands above it.
@@ -52,9 +54,10 @@ def write_report(
 ) -> Path:
     """Write the report of runs and comparisons as one HTML file that needs no network.
 
-    `folders`: run folders and comparison folders, in any mixture. `out`: the file to write, by default report.html in
-    the first folder. `models`: more of the page, as `headwater.analyze.prompted.prompted_run` makes them of models that
-    read a prompt. Returns the file's path. Raises UserError where a folder is no run, or `out` is another's file.
+    `folders`: run folders and comparison folders, in any mixture. `out`: the file to write, by
+    default report.html in the first folder. `models`: more of the page, as
+    `headwater.analyze.prompted.prompted_run` makes them of models that read a prompt. Returns the
+    file's path. Raises UserError where a folder is no run, or `out` is another's file.
 
         write_report(["runs/compare"])  # runs/compare/report.html
     """
@@ -65,7 +68,10 @@ def write_report(
 
 
 def write_page(path: Path, page: str, *, begins: bytes = DOCTYPE, kind: str = "web page") -> Path:
-    """Whole or not at all, over a page of before but nothing else. A link is replaced: what it leads to stays."""
+    """Write a page whole or not at all, over an earlier page but nothing else; returns its path.
+
+    A link is replaced, and the file that it leads to stays.
+    """
     if path.is_dir() and not path.is_symlink():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if path.is_file() and not path.is_symlink():
@@ -80,85 +86,77 @@ def write_page(path: Path, page: str, *, begins: bytes = DOCTYPE, kind: str = "w
 
 
 def make_page(
-    runs: list[RecordedRun], order: Sequence[str] = (BASELINE,), again: list[str] | None = None
+    runs: list[RecordedRun], order: Sequence[str] = (BASELINE,), again: Sequence[str] = ()
 ) -> str:
-    """The page as text. `order`: residuals as the table lists them, the baseline first. `again`: the commands that make
-    its runs once more."""
+    """The page as text.
+
+    `order`: residuals as the table lists them, the baseline first. `again`: commands that make its
+    runs once more.
+    """
     groups = group_runs(runs, order)
-    made_by = command_lines(again or [])
+    words = words_of_page(groups, again)
     for points, frames, digits in DETAILS:
-        page = fill_template(groups, payload(groups, points, frames, digits), commands=made_by)
+        page = fill_template(words, payload(groups, points, frames, digits))
         if len(page.encode()) <= LIMIT:
-            return page
-    # Only hundreds of sublayers times dozens of residuals come this far.
-    slim = payload(groups, points, frames, digits)
-    for group in slim["groups"]:
-        for frame in (group["depth"] or {"frames": []})["frames"]:
-            frame["mixing"] = None
-    note = "The depth-mixing maps are left out: with them the page would exceed 2 MB. Report fewer runs at once."
-    return fill_template(groups, slim, [note], commands=made_by)
+            break
+    return page
 
 
 def payload(groups: list[Group], points: int, frames: int, digits: int) -> dict[str, Any]:
-    return {
-        "groups": [
+    """Collect the numbers that the page's script draws."""
+    places = {id(group): i for i, group in enumerate(groups)}
+    entries = []
+    for colour, group in enumerate(groups, first_colour(groups)):
+        kinds = ("eval", "train", "difference")
+        entries.append(
             {
                 "label": group.label,
                 "look": look(colour),
                 "baseline": group.baseline is group,
-                "against": next(
-                    (i for i, other in enumerate(groups) if other is group.baseline), None
-                ),
-                "curves": {
-                    kind: draw_curves(group, kind, points)
-                    for kind in ("eval", "train", "difference")
-                },
+                "against": places.get(id(group.baseline)),
+                "curves": {kind: draw_curves(group, kind, points) for kind in kinds},
                 "depth": draw_depth(group, frames, digits),
                 "results": results_data(group),
             }
-            for colour, group in enumerate(groups, first_colour(groups))
-        ],
-        "points": points,
-    }
+        )
+    return {"groups": entries, "points": points}
 
 
-def fill_template(
-    groups: list[Group], data: dict[str, Any], notes: list[str] | None = None, **other: str
-) -> str:
-    """The page. `other` replaces the words and the table of the report by those of another view of the same groups."""
-    style, script, frame = page_files()
-    words = {
-        "view": "report",
-        "results": "Results",
-        "title": text(headline(groups)),
-        "heading": " ".join(
-            f"<span>{text(word)}</span>" for word in headline(groups).split()
-        ),  # no break inside
+def words_of_page(groups: list[Group], again: Sequence[str]) -> dict[str, str]:
+    """The parts of the page that are written here: sentences and tables, as HTML."""
+    title = headline(groups)
+    mixing = mixing_table(groups)
+    return {
+        "title": text(title),
+        # A line of the heading ends between words, never inside one.
+        "heading": " ".join(f"<span>{text(word)}</span>" for word in title.split()),
         "findings": paragraphs("finding", findings(groups)),
         "facts": facts(groups),
         "rows": "" if has_results(groups) else " hidden",
         "table": html(results_table(groups)),
         "caption": text(caption(groups)),
         "loss": "" if trained(groups) else " hidden",
-        "notes": listing("notes", [*(notes or []), *page_notes(groups)]),
+        "mapped": " hidden" if mixing is None else "",
+        "mixing": "" if mixing is None else html(mixing, 'id="mixing"'),
+        "notes": listing("notes", page_notes(groups)),
         "runs": html(runs_table(groups), 'class="plain"'),
         "settings": settings_table(groups),
-        "commands": "",
-        "made": text(datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")),
+        "commands": command_lines(again),
+        "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
-    return Template(frame).substitute(
-        policy=policy(style, script),
-        style=style,
-        script=script,
-        data=json_island(data),
-        **(words | other),
-    )
+
+
+def fill_template(words: dict[str, str], data: dict[str, Any]) -> str:
+    """Put words and data into the frame of the page, with its style and script."""
+    style, script, frame = page_files()
+    parts = {"policy": policy(style, script), "style": style, "script": script}
+    return Template(frame).substitute(parts, data=json_island(data), **words)
 
 
 def page_files(
     styles: Sequence[str] = ("report",), scripts: Sequence[str] = SCRIPTS, frame: str = "report"
 ) -> tuple[str, str, str]:
-    """Style, script and frame of a page; style and script are written in several files and run as one."""
+    """Return style, script and frame of a page; several files are one style or script."""
     folder = resources.files("headwater.analyze").joinpath("page")
 
     def read(name: str) -> str:
@@ -170,7 +168,7 @@ def page_files(
 
 
 def policy(style: str, script: str) -> str:
-    """A page runs this script and has this style, and reaches nothing."""
+    """Write the page's policy: it runs this script, has this style, and reaches nothing."""
     return f"default-src 'none'; img-src data:; style-src '{digest(style)}'; script-src '{digest(script)}'"
 
 

@@ -1,8 +1,10 @@
-"""The table of a report: one row a residual, with the differences to the baseline drawn seed by seed."""
+"""The table of a report: a row for each residual, with its differences drawn seed by seed."""
+
+from collections.abc import Callable
 
 from headwater.analyze.markup import breakable, count, duration, memory, text
 from headwater.analyze.words import interval, mean
-from headwater.runs.groups import Group, told_lowest
+from headwater.runs.groups import Group, lowest_of
 from headwater.runs.stats import Paired, Stat, minus
 from headwater.runs.tables import Cell, Table
 
@@ -19,12 +21,12 @@ Scale = tuple[float, float]
 
 
 def first_colour(groups: list[Group]) -> int:
-    """Colour 0, the neutral one, belongs to the baseline, which comes first if there is one."""
+    """Return 0, the neutral colour, if the page begins with the baseline."""
     return 0 if groups[0].baseline is groups[0] else 1
 
 
 def look(colour: int) -> str:
-    """Classes of the n-th colour: seven hues, then the same hues with another dash and another mark."""
+    """Name the n-th colour's classes: seven hues, then these hues with other dashes and marks."""
     if colour == 0:
         return "c0"
     turn, hue = divmod(colour - 1, COLOURS)
@@ -32,53 +34,64 @@ def look(colour: int) -> str:
 
 
 def name_cell(group: Group, colour: int, detail: str = "") -> Cell:
-    """The first cell of a row: the group's label behind a dot of its colour."""
+    """Make the first cell of a row: the group's label behind a dot of its colour."""
     name = f'<i class="key {look(colour)}"></i><code>{breakable(group.label)}</code>'
     return Cell(group.label, detail=detail, html=name)
 
 
 def results_table(groups: list[Group]) -> Table:
-    """Losses, differences and costs of the groups, the baseline first."""
-    lowest, scale = told_lowest(groups), difference_scale(groups)
-    columns: list[str | Cell] = []
-    for name in COLUMNS:
-        if name != DRAWN:
-            columns.append(name)
-        elif scale:
-            columns.append(Cell(name, html=text(name) + axis(scale), sortable=False))
+    """List losses, differences and costs of the groups, the baseline first."""
+    lowest, scale = lowest_of(groups), difference_scale(groups)
+    columns: list[str | Cell] = [*COLUMNS]
+    place_of_drawing = columns.index(DRAWN)
+    columns[place_of_drawing : place_of_drawing + 1] = [] if scale is None else [axis(scale)]
     rows = []
     for colour, group in enumerate(groups, first_colour(groups)):
         rows.append(_row(group, colour, group is lowest, scale))
     return Table(columns, rows)
 
 
-def _row(group: Group, colour: int, lowest: bool, scale: Scale | None) -> list[str | Cell]:
-    loss = Cell(plain(group.final("loss")), order=mean(group, "loss"))
+def _row(group: Group, colour: int, lowest: bool, scale: Scale | None) -> list[Cell]:
+    loss = stat_cell(group, "loss")
     if lowest:
         loss = Cell(loss.text, detail="lowest", order=loss.order, kind="best")
-    cells: list[str | Cell] = [name_cell(group, colour, seeds(group)), loss, difference_cell(group)]
+    cells = [name_cell(group, colour, seeds(group)), loss, difference_cell(group)]
     if scale:
         cells.append(Cell("", html=drawing(group, colour, scale)))
-    bits = Cell(plain(group.final("bits_per_byte")), order=mean(group, "bits_per_byte"))
-    return [*cells, bits, *_costs(group)]
+    return [*cells, stat_cell(group, "bits_per_byte"), *_costs(group)]
+
+
+def stat_cell(group: Group, key: str) -> Cell:
+    stat = group.final(key)
+    return NO_CELL if stat is None else Cell(stat.text(), order=stat.mean)
 
 
 def _costs(group: Group) -> list[Cell]:
-    """Parameters, operations, time and memory, as numbers and as multiples of the baseline's."""
-    base = group.baseline if group.baseline is not group else None
-    parameters, flops = mean(group, "parameters"), mean(group, "flops_per_token")
-    seconds, peak = mean(group, "seconds"), mean(group, "peak_memory_bytes")
-    time = ratio(group, base, "seconds") if group.timed else ""
-    return [
-        Cell(count(parameters), added(group.final("residual_parameters")), parameters),
-        Cell(count(flops), ratio(group, base, "flops_per_token"), flops),
-        Cell(duration(seconds), time, seconds),
-        Cell(memory(peak), ratio(group, base, "peak_memory_bytes"), peak),
-    ]
+    """Make the cells of parameters, operations, time and memory, with the baseline's multiples."""
+    extra = mean(group, "residual_parameters")
+    forms = {"flops_per_token": count, "seconds": duration, "peak_memory_bytes": memory}
+    cells = [cost_cell(group, "parameters", count, f"+ {extra:,.0f}" if extra else "")]
+    for key, form in forms.items():
+        fair = key != "seconds" or group.timed
+        cells.append(cost_cell(group, key, form, ratio(group, key) if fair else ""))
+    return cells
+
+
+def cost_cell(group: Group, key: str, form: Callable[[float | None], str], detail: str) -> Cell:
+    value = mean(group, key)
+    return Cell(form(value), detail, value)
+
+
+def ratio(group: Group, key: str) -> str:
+    """Write how many times the baseline's number the group's number is."""
+    if group.baseline is None or group.baseline is group:
+        return ""
+    ours, theirs = mean(group, key), mean(group.baseline, key)
+    return f"× {ours / theirs:.2f}" if ours and theirs else ""
 
 
 def seeds(group: Group) -> str:
-    """How many runs a row speaks of, and what became of the others."""
+    """Count the runs that a row speaks of, and the others."""
     counted = len(group.results)
     stopped = sum(bool(run.stopped) for run in group.runs)
     unfinished = sum(run.summary is None for run in group.runs) - stopped
@@ -88,10 +101,6 @@ def seeds(group: Group) -> str:
     if unfinished:
         words.append(f"{unfinished} unfinished")
     return ", ".join(words)
-
-
-def plain(stat: Stat | None) -> str:
-    return "—" if stat is None else stat.text()
 
 
 def difference_cell(group: Group) -> Cell:
@@ -104,9 +113,10 @@ def difference_cell(group: Group) -> Cell:
 
 
 def difference_scale(groups: list[Group]) -> Scale | None:
-    """The range of all drawings: every seed and zero, and intervals as far as they leave seeds apart.
+    """Find the range of all drawings: zero, every seed, and intervals if they leave seeds apart.
 
-    The interval of two seeds reaches twenty times further than they do; drawn whole it would show nothing else.
+    The interval of two seeds reaches twenty times further than they do. Drawn whole, it would show
+    nothing else.
     """
     differences = [paired for group in groups if (paired := group.difference()) is not None]
     if not differences:
@@ -114,30 +124,32 @@ def difference_scale(groups: list[Group]) -> Scale | None:
     ends = [0.0]
     for paired in differences:
         ends += paired.values
-    most = 2.5 * max(map(abs, ends))
+    # Intervals are drawn to two and a half times the farthest seed.
+    edge = 2.5 * max(map(abs, ends))
     for paired in differences:
         if paired.interval:
             low, high = paired.interval
-            ends += [max(low, -most), min(high, most)]
+            ends += [max(low, -edge), min(high, edge)]
     low, high = min(ends), max(ends)
     return (low, high) if high > low else (-1.0, 1.0)
 
 
 def place(value: float, scale: Scale) -> float:
-    """A value's position in the drawing, in pixels."""
+    """Return a value's position in the drawing, in pixels."""
     low, high = scale
     return round(EDGE + (value - low) / (high - low) * (WIDTH - 2 * EDGE), 1)
 
 
-def axis(scale: Scale) -> str:
-    """Zero and both ends, above the column. An end that is near zero has no room."""
+def axis(scale: Scale) -> Cell:
+    """Make the head of the column: zero and both ends. An end that is near zero has no room."""
     zero = place(0.0, scale)
     marks = [_mark(zero, "middle", "0")]
     for value, x, anchor in ((scale[0], 0.0, "start"), (scale[1], float(WIDTH), "end")):
         if value != 0 and abs(place(value, scale) - zero) >= 56:
             marks.append(_mark(x, anchor, minus(f"{value:+.2g}")))
     size = f'width="{WIDTH}" height="14"'
-    return f'<svg class="strip" {size} aria-hidden="true">{"".join(marks)}</svg>'
+    svg = f'<svg class="strip" {size} aria-hidden="true">{"".join(marks)}</svg>'
+    return Cell(DRAWN, html=DRAWN + svg, sortable=False)
 
 
 def _mark(x: float, anchor: str, words: str) -> str:
@@ -145,7 +157,7 @@ def _mark(x: float, anchor: str, words: str) -> str:
 
 
 def drawing(group: Group, colour: int, scale: Scale) -> str:
-    """A dot for each seed, a bar for the interval (an arrow where it goes on), a line at the baseline."""
+    """Draw a dot for each seed, a bar for the interval and a line at the baseline."""
     zero, middle = place(0.0, scale), HEIGHT / 2
     parts = [f'<line class="zero" x1="{zero}" x2="{zero}" y1="0" y2="{HEIGHT}"/>']
     paired = group.difference()
@@ -162,7 +174,7 @@ def drawing(group: Group, colour: int, scale: Scale) -> str:
 
 
 def bar(paired: Paired, scale: Scale) -> list[str]:
-    """The interval, cut at the ends of the scale; an end that is cut becomes an arrow."""
+    """Draw the interval. An end beyond the scale becomes an arrow at the end of the scale."""
     if paired.interval is None:
         return []
     y = HEIGHT / 2
@@ -179,19 +191,9 @@ def bar(paired: Paired, scale: Scale) -> list[str]:
 
 
 def spoken(paired: Paired | None) -> str:
-    """The drawing in words, for a screen reader."""
+    """Describe the drawing for a screen reader."""
     if paired is None:
         return "no difference known"
     values = ", ".join(minus(f"{value:+.4f}") for value in paired.values)
     around = f"; 95 % interval {interval(paired)}" if paired.interval else ""
     return f"Differences by seed {values}{around}: {paired.verdict}"
-
-
-def added(extra: Stat | None) -> str:
-    return "" if extra is None or not extra.mean else f"+ {extra.mean:,.0f}"
-
-
-def ratio(group: Group, base: Group | None, key: str) -> str:
-    """How many times the baseline's number the group's is."""
-    ours, theirs = mean(group, key), mean(base, key) if base else None
-    return f"× {ours / theirs:.2f}" if ours and theirs else ""

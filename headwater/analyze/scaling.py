@@ -1,8 +1,8 @@
-"""Loss against compute: L = E + A C^-alpha for each residual, and what compute one of them is worth.
+"""Loss against compute, L = E + A C^-alpha, for each residual, and the compute that it saves.
 
-The compute multiplier of a residual at a budget C is C' / C, where the baseline's curve reaches at C'
-what the residual's reaches at C: above one, it saves compute. The curves are those of `power_law`,
-and the 95 % intervals the middle of what `bootstrap` draws.
+The compute multiplier of a residual at a budget C is C' / C, where the baseline's curve reaches at
+C' what the residual's reaches at C: above one, it saves compute. The curves are those of
+`power_law`, and the 95 % intervals the middle of what `bootstrap` draws.
 """
 
 import math
@@ -27,7 +27,7 @@ FAR = 1.5  # times its largest budget, or of its smallest: further out a curve i
 
 @dataclass(frozen=True)
 class Interval:
-    """`low` and `high` are None where no budget has two seeds: nothing tells how far runs differ."""
+    """A value and its 95 % interval. Without a budget of two seeds, `low` and `high` are None."""
 
     value: float
     low: float | None
@@ -39,9 +39,10 @@ class Scaling:
     """A residual's curve beside the baseline's.
 
     `multipliers`: at the baseline's budgets as far as the residual's own runs reach; None where the
-    curves do not meet. Runs at fewer than three budgets have no `fit`, no `alpha` and no multipliers.
+    curves do not meet. Runs at fewer than three budgets have no `fit`, no `alpha` and no
+    multipliers.
     `confounders`: settings beyond the residual, as `optim.lr`, in which its runs differ from the
-    baseline's of the same budgets: they share in what it is worth.
+    baseline's of the same budgets: a part of the multiplier is due to them.
     """
 
     residual: str
@@ -74,18 +75,20 @@ class Scaling:
 def compare_scaling(
     points: Mapping[str, Points], baseline: str, draws: int = DRAWS, seed: int = 0
 ) -> list[Scaling]:
-    """Fit every residual's curve and its multipliers at the baseline's budgets, with 95 % intervals.
+    """Fit every residual's curve, and its multipliers at the baseline's budgets with intervals.
 
-    There is no multiplier far beyond a residual's own runs, where a curve is a guess; a residual with
-    runs at fewer than three budgets has its points alone.
+    There is no multiplier far beyond a residual's own runs, where a curve is a guess; a residual
+    with runs at fewer than three budgets has its points alone.
 
-    Arguments: `points`, by residual, the loss of each seed at each budget in operations; `baseline`,
-    one of them; `draws`, bootstrap samples. Raises UserError for an unknown baseline, or if it or all
-    others have too few budgets.
+    Arguments: `points`, by residual, the loss of each seed at each budget in operations;
+    `baseline`, one of them; `draws`, bootstrap samples. Raises UserError for an unknown baseline,
+    or if it or all others have too few budgets.
     """
     if baseline not in points:
         others = f": take another; {nearest(baseline, points)}" if points else ", nor has any other"
         raise UserError(f"no run of the baseline '{baseline}' has finished{others}")
+
+    # A curve needs three budgets, of the baseline and of another residual at least.
     few = {name: len(budgets) for name, budgets in points.items() if len(budgets) < BUDGETS}
     if baseline in few or len(few) == len(points) - 1 > 0:
         counts = ", ".join(f"{name} has {count}" for name, count in few.items())
@@ -94,21 +97,25 @@ def compare_scaling(
             f"least: {counts}"
         )
     baseline_points = points[baseline]
-    baseline_fit = fit_points(baseline_points)
+    baseline_curve = fit_points(baseline_points)
     scalings = []
-    for name, ours in points.items():
+    for name, losses in points.items():
         if name in few:
-            scalings.append(Scaling(name, ours, None, None, {}))
+            scalings.append(Scaling(name, losses, None, None, {}))
             continue
-        curve = fit_points(ours)
+        curve = fit_points(losses)
+
+        # Curves of other seeds; equal draws for each residual.
         random = np.random.default_rng(seed)
-        curves = draw_curves(ours, baseline_points, [*points.values()], draws, random)
-        alpha = interval_of(curve.alpha, [drawn.alpha for drawn, _ in curves])
+        draws_of_both = draw_curves(losses, baseline_points, [*points.values()], draws, random)
+        alpha = interval_of(curve.alpha, [ours.alpha for ours, _ in draws_of_both])
+
         multipliers = {}
+        curves = (curve, baseline_curve)
         for compute in sorted(baseline_points):
-            if min(ours) / FAR < compute < max(ours) * FAR:
-                multipliers[compute] = multiplier_interval((curve, baseline_fit), curves, compute)
-        scalings.append(Scaling(name, ours, curve, alpha, multipliers))
+            if min(losses) / FAR < compute < max(losses) * FAR:
+                multipliers[compute] = multiplier_interval(curves, draws_of_both, compute)
+        scalings.append(Scaling(name, losses, curve, alpha, multipliers))
     return scalings
 
 
@@ -127,7 +134,7 @@ def multiplier_interval(
 
 
 def multiplier(ours: Fit, baseline: Fit, compute: float) -> float:
-    """Infinite where the baseline's curve never comes as low as ours at this budget."""
+    """Return C' / C, infinite where the baseline's curve never comes as low as ours at C."""
     loss = ours.loss(compute)
     needed = baseline.compute(loss)
     if needed is None:
@@ -162,11 +169,13 @@ def scaling_of(
     Arguments:
         folders: of runs, comparisons and studies.
         baseline: the residual whose compute the others are measured in.
-        lr: take the runs with this learning rate; "best": of each residual and size, those with the rate at which
-            their mean loss is lowest; where that is another than the baseline's, it is among the `confounders`.
+        lr: take the runs with this learning rate; "best": of each residual and size, those with the
+            rate at which their mean loss is lowest; where that is another than the baseline's, it
+            is among the `confounders`.
 
-    Returns a `Scaling` for each residual. Raises `headwater.errors.UserError` for folders without runs, for runs with
-    several learning rates and no `lr`, on different text or windows of it, and for too few budgets.
+    Returns a `Scaling` for each residual. Raises `headwater.errors.UserError` for folders without
+    runs, for runs with several learning rates and no `lr`, on different text or windows of it, and
+    for too few budgets.
 
         for scaling in scaling_of(["runs/sizes"]):
             print(scaling.residual, scaling.fit, scaling.multipliers, scaling.confounders)
@@ -177,7 +186,7 @@ def scaling_of(
 def without_ends(scalings: Sequence[Scaling], baseline: str) -> dict[float, list[Scaling]]:
     """Fit again without the baseline's largest budget and without its smallest, by that budget.
 
-    This shows how far curves hang on single sizes. Empty where three budgets are all there are.
+    This shows how far curves depend on single sizes. Empty where three budgets are all there are.
     """
     points = {scaling.residual: scaling.points for scaling in scalings}
     budgets = sorted(points.get(baseline, ()))
@@ -185,6 +194,7 @@ def without_ends(scalings: Sequence[Scaling], baseline: str) -> dict[float, list
         return {}
     fits = {}
     for end in (budgets[-1], budgets[0]):
+        # Residuals that have three budgets left.
         enough = {}
         for name, losses in points.items():
             rest = {compute: losses[compute] for compute in losses if apart(compute, end) >= TWIN}

@@ -44,10 +44,14 @@ def points_of(
         compute, value = cost(run), number((run.summary or {}).get(loss))
         if compute is None or value is None:
             continue
+
+        # Losses of other text, or of more windows of it, are no points of the same curve.
         for other in runs_by_place.values():
             _check_text(other, run)
         context = section(run.config, "model").get("context")
         _check_windows(first_by_context.setdefault(context, run), run)
+
+        # The residual's own operations move a budget a little.
         budgets = points[run.residual]
         near = next((budget for budget in budgets if apart(budget, compute) < NEAR), compute)
         other = runs_by_place.setdefault((run.residual, near, run.seed), run)
@@ -108,16 +112,20 @@ def same_text(one: RecordedRun, other: RecordedRun) -> bool:
 def confounders_of(runs: Sequence[RecordedRun], baseline: str) -> dict[str, tuple[str, ...]]:
     """Settings in which a residual differs from the baseline's runs of its budgets, by residual.
 
-    What the residual is worth is then in part worth of these. The model's settings, steps and seed
-    do not count: they make the budget.
+    A part of the residual's multiplier is then due to these settings. The model's settings, steps
+    and seed do not count: they make the budget.
     """
     budgets = [(run, compute) for run in runs if (compute := operations(run))]
     plain = [(run, compute) for run, compute in budgets if run.residual == baseline]
+
+    # Settings in which a run differs from its twin among the baseline's runs.
     keys: dict[str, set[str]] = defaultdict(set)
     for run, compute in budgets:
         twin = _twin(run, compute, plain)
         if twin is not None:
             keys[run.residual].update(differing(settings_of([twin, run])))
+
+    # Settings that make the budget, or that the baseline does not feel, are fair.
     fair = {"train.steps", *UNFELT.get(baseline, ())}
     confounders = {}
     for name, differences in keys.items():

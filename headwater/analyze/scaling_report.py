@@ -10,13 +10,17 @@ from headwater.analyze.plot import Line, Panel, colours_of, picture
 from headwater.analyze.power_law import ALPHAS, BUDGETS
 from headwater.analyze.report import write_page
 from headwater.analyze.scaling import Interval, Scaling, without_ends
+from headwater.runs.stats import NOT_SIGNIFICANT, SIGNIFICANT
 
 WIDE = 4.0  # times the compute: an interval that reaches further is drawn to the picture's edge
 
 
 def table(scalings: Sequence[Scaling], baseline: str) -> str:
     """Lines for a terminal."""
-    lines = ["L in bits per byte of held-out text, C in operations"]
+    # The curve of each residual, then its ratios at the baseline's budgets.
+    lines = [
+        "L in bits per byte of held-out text, C in operations; in brackets 95 % intervals, each by itself"
+    ]
     for scaling in scalings:
         lines += _curve_lines(scaling)
         if scaling.fit is None or scaling.residual == baseline:
@@ -24,8 +28,10 @@ def table(scalings: Sequence[Scaling], baseline: str) -> str:
         for budget, interval in scaling.multipliers.items():
             text = "the curves do not meet"
             if interval is not None:
-                text = f"as {baseline} with {_words(interval)}"
+                text = f"{baseline} needs {_words(interval)}"
             lines.append(f"  at {budget:.3g} operations: {text}")
+
+    # A result that hangs on one size changes without it.
     for end, fits in without_ends(scalings, baseline).items():
         lines.append(f"Without {end:.3g} operations:")
         for scaling in fits:
@@ -74,7 +80,7 @@ def write_plot(scalings: Sequence[Scaling], baseline: str, path: Path) -> Path:
 
 
 def plot(scalings: Sequence[Scaling], baseline: str) -> str:
-    title = "Loss against compute, and what compute each residual is worth"
+    title = "Loss against compute, and the compute that each residual saves"
     return picture(panels_of(scalings, baseline), title)
 
 
@@ -91,13 +97,13 @@ def panels_of(
     for scaling in scalings:
         name, colour = scaling.residual, colours[scaling.residual]
         curves.append(_curve(scaling, colour))
-        worth = {c: interval for c, interval in scaling.multipliers.items() if interval is not None}
-        if name != baseline and worth:
-            values = {c: [interval.value] for c, interval in worth.items()}
-            multipliers.append(Line(name, colour, values, spans=_spans(worth)))
+        ratios = {c: ratio for c, ratio in scaling.multipliers.items() if ratio is not None}
+        if name != baseline and ratios:
+            values = {c: [ratio.value] for c, ratio in ratios.items()}
+            multipliers.append(Line(name, colour, values, spans=_spans(ratios)))
     panels = [Panel("bits per byte", across, curves, log=True, label=shown)]
     if multipliers:
-        title = f"worth so many times the {across} of {baseline}"
+        title = f"{across} that {baseline} needs, as a ratio"
         panels.append(Panel(title, across, multipliers, True, label=shown))
     return panels
 
@@ -107,15 +113,16 @@ def _curve(scaling: Scaling, colour: str) -> Line:
     losses = {c: list(seeds.values()) for c, seeds in sorted(scaling.points.items())}
     if scaling.fit is None:
         return Line(f"{scaling.residual}, no fit", colour, losses, ())
+    # Sixty points make the line smooth.
     places = np.geomspace(min(losses), max(losses), 60).tolist()
     curve = [(compute, scaling.fit.loss(compute)) for compute in places]
     return Line(scaling.residual, colour, losses, curve)
 
 
-def _spans(worth: Mapping[float, Interval]) -> dict[float, tuple[float, float]]:
+def _spans(ratios: Mapping[float, Interval]) -> dict[float, tuple[float, float]]:
     """The ends of intervals. A wide one leaves the picture, rather than make all others flat."""
     spans = {}
-    for compute, interval in worth.items():
+    for compute, interval in ratios.items():
         if interval.low is not None and interval.high is not None:
             high = math.inf if interval.high > WIDE else interval.high
             spans[compute] = (interval.low, high)
@@ -128,12 +135,12 @@ def shown(budget: float) -> str:
 
 
 def _words(interval: Interval) -> str:
+    """The compute that the baseline needs for the same loss, with the interval and the verdict."""
+    amount = f"{interval.value:.3f} times the compute"
     if interval.low is None or interval.high is None:
-        return f"{interval.value:.3f} times the compute (one seed: no interval)"
-    limits = f"{interval.low:.3f} to {interval.high:.3f}"
-    if interval.low <= 1 <= interval.high:
-        limits += ", not told apart from 1"
-    return f"{interval.value:.3f} times the compute ({limits})"
+        return f"{amount} (one seed: no interval)"
+    verdict = NOT_SIGNIFICANT if interval.low <= 1 <= interval.high else SIGNIFICANT
+    return f"{amount} ({interval.low:.3f} to {interval.high:.3f}): {verdict}"
 
 
 def _missed(scaling: Scaling) -> str:

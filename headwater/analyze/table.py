@@ -1,9 +1,10 @@
-"""The table of residuals, measured from the code: formula, parameters, stored activations, traffic, start.
+"""The table of residuals, measured from the code: formula, parameters, memory, traffic, start.
 
-Traffic counts passes over one (tokens x D) tensor in a read and a write of a sublayer, forward, parameters not counted.
-`least` is what two perfectly fused kernels would move, sublayer by sublayer: each state tensor touched, once, and each
-new one. `eager` is what the operators move when each runs by itself. `paper` is what table 1 of Attention Residuals
-(arXiv 2603.15031) counts for the same network: its two phases, where a block's queries read finished sources once, and
+Traffic counts passes over one (tokens x D) tensor in a read and a write of a sublayer, forward,
+parameters not counted. `least` is what two perfectly fused kernels would move, sublayer by
+sublayer: each state tensor touched, once, and each new one. `eager` is what the operators move when
+each runs by itself. `paper` is what table 1 of Attention Residuals (arXiv 2603.15031) counts for
+the same network: its two phases, where a block's queries read finished sources once, and
 hyper-connections whose five steps each run by themselves.
 """
 
@@ -59,9 +60,10 @@ class Row:
 def residual_table(
     specs: Iterable[str] | None = None, *, dim: int = 128, layers: int = 12
 ) -> list[Row]:
-    """What each residual costs, measured from the code: parameters, stored activations, traffic, start.
+    """Measure what each residual costs: parameters, stored activations, traffic, start.
 
-    Arguments: `specs`, names with options, all registered ones by default; `dim` and `layers` of the decoder.
+    Arguments: `specs`, names with options, all registered ones by default; `dim` and `layers` of
+    the decoder.
 
     Returns a `Row` for each. Raises ValueError for an unknown name or option.
     """
@@ -69,7 +71,7 @@ def residual_table(
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """Print to the terminal, each formula on a line of its own: nothing is cut at eighty columns."""
+    """Print the table, and each formula on a line of its own, so that no column is cut."""
     console = Console(highlight=False)
     lines = [[row.name, *_numbers(row), row.at_start] for row in rows]
     title = "in units of the width D, per sublayer (stored: in all)"
@@ -79,14 +81,16 @@ def print_table(rows: Sequence[Row]) -> None:
 
 
 def print_options(specs: Iterable[str]) -> None:
-    """To the terminal: what each residual says of itself, and its options with what they take and default to."""
+    """Print what each residual says of itself, and its options with their values and defaults."""
     console = Console(highlight=False)
     for name in dict.fromkeys(spec.partition(":")[0] for spec in specs):
         cls, options = options_of(name)
         console.print(f"\n[bold]{name}[/]: {escape(_paragraphs(cls))}", soft_wrap=True)
         for option in options:
-            said = ": ".join(filter(None, (option.takes, option.meaning)))
-            console.print(f"  {option.name}={option.default}  {said}", markup=False, soft_wrap=True)
+            words = ": ".join(filter(None, (option.takes, option.meaning)))
+            console.print(
+                f"  {option.name}={option.default}  {words}", markup=False, soft_wrap=True
+            )
         if not options:
             console.print("  no options")
 
@@ -126,11 +130,13 @@ def _row(spec: str, dim: int, sublayers: int) -> Row:
 
 
 def paper_traffic(residual: Residual) -> float | None:
-    """What table 1 of arXiv 2603.15031 counts for a sublayer of this network, in units of D a token; None where the
-    paper has no formula.
+    """The traffic of a sublayer by table 1 of arXiv 2603.15031, in units of D per token.
 
-    For L sublayers in N blocks of S: standard 3, Block N / S + 5, Full (read in spans of S) S + N. For m streams
-    8 m + 2, and 2 m m + 4 m numbers besides. At L = 128, S = 16 and m = 4: 3, 5.5, 24 and 34.
+    None where the paper has no formula.
+
+    For L sublayers in N blocks of S: standard 3, Block N / S + 5, Full (read in spans of S) S + N.
+    For m streams 8 m + 2, and 2 m m + 4 m numbers besides. At L = 128, S = 16 and m = 4: 3, 5.5, 24
+    and 34.
     """
     if isinstance(residual, StandardResidual):
         return 3.0
@@ -145,7 +151,7 @@ def paper_traffic(residual: Residual) -> float | None:
 
 
 class _Ledger(TorchDispatchMode):
-    """Adds up the elements that operators read and write, views and parameters aside, and notes which storages."""
+    """Adds up the elements that operators read and write, without views and parameters."""
 
     def __init__(self, constant: set[int]) -> None:
         super().__init__()
@@ -156,8 +162,9 @@ class _Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         inputs, results = _tensors((args, kwargs)), _tensors(out)
+        # A view moves nothing.
         if {_storage(t) for t in results} & {_storage(t) for t in inputs}:
-            return out  # a view moves nothing
+            return out
         for tensor in (*inputs, *results):
             if _storage(tensor) not in self.constant:
                 self.elements += _distinct(tensor)
@@ -167,7 +174,7 @@ class _Ledger(TorchDispatchMode):
 
 @torch.no_grad()
 def _traffic(residual: Residual) -> tuple[float, float, float]:
-    """Largest state, fused traffic and eager traffic of a pass, in units of a (tokens x D) tensor."""
+    """Return the largest state, fused and eager traffic of a pass, in (tokens x D) tensors."""
     unit = TOKENS * residual.dim
     sources = torch.randn(residual.sublayers + 1, 1, TOKENS, residual.dim)
     state, stored, least, eager = residual.begin(sources[0].clone()), 0, 0, 0
@@ -175,6 +182,7 @@ def _traffic(residual: Residual) -> tuple[float, float, float]:
 
     def measure(call: Callable[..., Any], state: State, *rest: Any) -> Any:
         nonlocal stored, least, eager
+        # A fused kernel touches each storage of the state once, and writes each new one.
         before = {_storage(t): _stored(t) for t in _tensors((state, rest))}
         with _Ledger(constant) as ledger:
             result = call(state, *rest)
@@ -184,6 +192,7 @@ def _traffic(residual: Residual) -> tuple[float, float, float]:
         eager += ledger.elements
         return result
 
+    # One pass, sublayer by sublayer; outputs are copies, as no sublayer returns its input.
     for i, source in enumerate(sources[1:]):
         _, state = measure(residual.read, state, i)
         stored = max(stored, _size(state))
@@ -193,17 +202,21 @@ def _traffic(residual: Residual) -> tuple[float, float, float]:
 
 
 def start_class(spec: str, *, dim: int = 16, sublayers: int = 8) -> str:
-    """Against the plain residual with the same random sublayers: reads are "exact", "scaled" (equal once normed), or
-    "different"."""
-    plain, other = (_reads(name, dim, sublayers) for name in ("standard", spec))
+    """Compare the reads with those of the plain residual, with the same random sublayers.
+
+    Returns "exact", "scaled" (equal once normed) or "different".
+    """
+    plain, other = _reads("standard", dim, sublayers), _reads(spec, dim, sublayers)
     if torch.allclose(other, plain, atol=1e-9, rtol=0):
         return "exact"
-    same = torch.allclose(rms_norm(other, None, 0.0), rms_norm(plain, None, 0.0), atol=1e-6, rtol=0)
+    normed, plain_normed = rms_norm(other, None, 0.0), rms_norm(plain, None, 0.0)
+    same = torch.allclose(normed, plain_normed, atol=1e-6, rtol=0)
     return "scaled" if same else "different"
 
 
 @torch.no_grad()
 def _reads(spec: str, dim: int, sublayers: int) -> Tensor:
+    # The same stream and sublayers for every residual, in fp64.
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 3, dim, generator=generator, dtype=torch.float64)
     maps = torch.randn(sublayers, 2, dim, dim, generator=generator, dtype=torch.float64) / dim**0.5
@@ -213,12 +226,13 @@ def _reads(spec: str, dim: int, sublayers: int) -> Tensor:
     for i, (inner, outer) in enumerate(maps):
         read, state = residual.read(state, i)
         reads.append(torch.stack(read).mean(0) if isinstance(read, tuple) else read)
-        state = residual.write(state, i, (rms_norm(reads[-1], None, 1e-30) @ inner).tanh() @ outer)
+        hidden = rms_norm(reads[-1], None, 1e-30) @ inner
+        state = residual.write(state, i, hidden.tanh() @ outer)
     return torch.stack([*reads, residual.end(state)])
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """What nested tuples hold, states included, which torch's own tree functions do not open."""
+    """List the tensors in nested tuples and states, which torch's tree functions do not open."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 

@@ -3,11 +3,9 @@
 from pathlib import Path
 
 import pytest
-from runfolder import make_comparison
+from runfolder import RESIDUALS, make_comparison
 
 from headwater.analyze.report import write_report
-
-RESIDUALS = ["standard", "attnres-block:block=4", "attnres-full"]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""What the inspector says equals what is computed directly: dense Jacobians, and a loop over depth written out here."""
+"""The inspector agrees with dense Jacobians, and with a loop over depth that is written out here."""
 
 import json
 import re
@@ -9,7 +9,10 @@ from tinymodels import model_of, tokens_of
 
 import headwater
 from headwater.analyze.inspector import removal
+from headwater.analyze.inspector.look import _affordable
 from headwater.analyze.inspector.serve import InspectorServer
+from headwater.analyze.inspector.shares import Shares
+from headwater.analyze.inspector.subject import Subject
 from headwater.analyze.prompted import prompted_run
 from headwater.cli import main
 from headwater.errors import UserError
@@ -21,6 +24,18 @@ from headwater.train.data.tokenizer import ByteTokenizer
 SPECS = ["attnres-full", "attnres-block:block=2", "denseformer", "mhc", "ddl", "muddformer"]
 WITHIN = {"atol": 1e-5, "rtol": 0}
 LENGTH = 7
+close = torch.testing.assert_close
+
+
+def scattered(spec, **settings):
+    """A small model whose parameters are off their start, and a prompt."""
+    return model_of(spec, scatter=True, **{"layers": 2} | settings), tokens_of(1, LENGTH)
+
+
+def recorded(model, tokens):
+    with torch.no_grad(), headwater.record(model.residual) as trace:
+        model(tokens)
+    return trace
 
 
 def inputs_of(x):
@@ -76,26 +91,25 @@ def shares_of(model, sources, read, source):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_weights_words_and_effects_are_those_computed_directly(spec):
-    model, tokens = model_of(spec, scatter=True, layers=2), tokens_of(1, LENGTH)
+    model, tokens = scattered(spec)
     inspection = headwater.inspect(model, tokens, top=3)
     with torch.no_grad():
         reads, sources, logits = forward(model, tokens)
     first_inputs = [inputs_of(read)[0] for read in reads]
-    torch.testing.assert_close(inspection.loss, nats(logits, tokens), **WITHIN)
+    close(inspection.loss, nats(logits, tokens), **WITHIN)
     for top, parts in ((inspection.reads, first_inputs), (inspection.sources, sources)):
         for i, part in enumerate(parts):
             likeliest = model.head(model.norm(part))[0].softmax(-1).topk(3)
-            values = likeliest.values.detach()
-            torch.testing.assert_close(top.probabilities[i], values, **WITHIN)
+            close(top.probabilities[i], likeliest.values.detach(), **WITHIN)
             assert torch.equal(top.ids[i], likeliest.indices)
     size = first_inputs[3][0].square().mean(-1).sqrt()
-    torch.testing.assert_close(inspection.read_size[3], size, **WITHIN)
+    close(inspection.read_size[3], size, **WITHIN)
     shares = {}
     for read, source in inspection.pairs:
         v = sources[source][0]
         shares[read, source] = shares_of(model, sources, read, source)
         weight = (shares[read, source][0] * v).sum(-1) / v.square().sum(-1)
-        torch.testing.assert_close(inspection.mixing[read, source], weight, **WITHIN)
+        close(inspection.mixing[read, source], weight, **WITHIN)
     check_removals(model, tokens, inspection, shares, nats(logits, tokens))
 
 
@@ -114,11 +128,9 @@ def check_removals(model, tokens, inspection, shares, loss):
         # Where less than a hundredth of a read remains, its norm enlarges rounding by as much.
         smallest = min((size for size in sizes if size), default=1)
         within = {"atol": 1e-5 * max(1, 0.01 / smallest), "rtol": 0}
-        change = nats(logits, tokens) - loss
-        torch.testing.assert_close(inspection.removed.loss[source], change, **within)
+        close(inspection.removed.loss[source], nats(logits, tokens) - loss, **within)
         likeliest = logits[0].softmax(-1).topk(3)
-        probabilities = inspection.removed.top.probabilities[source]
-        torch.testing.assert_close(probabilities, likeliest.values, **within)
+        close(inspection.removed.top.probabilities[source], likeliest.values, **within)
         assert torch.equal(inspection.removed.top.ids[source], likeliest.indices)
     for place, (read, source) in enumerate(inspection.pairs):
 
@@ -126,21 +138,20 @@ def check_removals(model, tokens, inspection, shares, loss):
             return less(x, shares[read, source]) if i == read else x
 
         logits = forward(model, tokens, without_at)[2]
-        change = nats(logits, tokens) - loss
-        torch.testing.assert_close(inspection.removed_at.loss[place], change, **WITHIN)
+        close(inspection.removed_at.loss[place], nats(logits, tokens) - loss, **WITHIN)
         assert torch.equal(inspection.removed_at.top.ids[place, :, 0], logits[0].argmax(-1))
 
 
 def test_a_prompt_in_place_of_a_run_has_sizes_over_tokens_and_channels():
     """The report draws them beside those of runs, which are root mean squares of all numbers."""
-    model, tokens = model_of("attnres-full", scatter=True, layers=2), tokens_of(1, LENGTH)
+    model, tokens = scattered("attnres-full")
     run = prompted_run(headwater.inspect(model, tokens, removals="none"), dim=32, layers=2)
     with torch.no_grad():
         reads, sources, _ = forward(model, tokens)
     (record,) = run.depth
     for name, parts in (("read_norm", reads), ("output_norm", sources[1:])):
         sizes = [part.square().mean().sqrt() for part in parts]
-        torch.testing.assert_close(torch.tensor(record[name]), torch.stack(sizes), **WITHIN)
+        close(torch.tensor(record[name]), torch.stack(sizes), **WITHIN)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -154,41 +165,26 @@ def test_of_a_read_whose_only_source_goes_not_even_rounding_is_left(dtype):
 @pytest.mark.parametrize("spec", [*names(), "ddl:width=2,compress=token", "attnres-full:heads=4"])
 def test_shares_of_all_sources_sum_to_the_read(spec):
     """Whatever mixes: taking everything away at the output head leaves nothing of what it reads."""
-    from headwater.analyze.inspector.shares import Shares
-
-    model = model_of(spec, scatter=True, layers=2)
-    with torch.no_grad(), headwater.record(model.residual) as trace:
-        model(tokens_of(1, LENGTH))
+    model, tokens = scattered(spec)
+    trace = recorded(model, tokens)
     shares = Shares(model.residual, trace.sources, trace.reads)
     for i, read in enumerate(trace.reads):
-        for stream, part in enumerate(read if isinstance(read, tuple) else (read,)):
+        for stream, part in enumerate(inputs_of(read)):
             total = sum(shares.of(i, source, stream) for source in range(i + 1))
-            torch.testing.assert_close(total, part[0], atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("spec", names())
-def test_every_residual_can_be_inspected(spec):
-    inspection = headwater.inspect(
-        model_of(spec, scatter=True, layers=2), tokens_of(1, LENGTH), removals="none"
-    )
-    assert (inspection.residual.partition(":")[0], len(inspection.mixing)) == (spec, 5)
+            close(total, part[0], atol=1e-4, rtol=1e-4)
+    inspection = headwater.inspect(model, tokens, removals="none")
+    assert (inspection.residual, len(inspection.mixing)) == (model.residual.spec, 5)
 
 
 def test_heads_and_inputs_have_weights_of_their_own():
-    model = model_of("attnres-full:heads=4", scatter=True, layers=2)
-    inspection = headwater.inspect(model, tokens_of(1, LENGTH), removals="none")
-    with torch.no_grad(), headwater.record(model.residual) as trace:
-        model(tokens_of(1, LENGTH))
+    model, tokens = scattered("attnres-full:heads=4")
+    inspection = headwater.inspect(model, tokens, removals="none")
     assert list(inspection.parts) == ["head 1", "head 2", "head 3", "head 4"]
-    for i, weights in enumerate(trace.weights):
-        for head in range(4):
-            torch.testing.assert_close(
-                inspection.parts[f"head {head + 1}"][i, : i + 1], weights[:, 0, :, head], **WITHIN
-            )
-    assert (inspection.removed, inspection.removed_at) == (None, None)
-    inspection = headwater.inspect(
-        model_of("muddformer", scatter=True, layers=2), tokens_of(1, LENGTH), removals="sources"
-    )
+    for i, weights in enumerate(recorded(model, tokens).weights):
+        for head, part in enumerate(inspection.parts.values()):
+            close(part[i, : i + 1], weights[:, 0, :, head], **WITHIN)
+    assert inspection.removed is inspection.removed_at is None
+    inspection = headwater.inspect(*scattered("muddformer"), removals="sources")
     assert list(inspection.parts) == ["query", "key", "value"]
     assert (inspection.parts["query"] - inspection.parts["value"]).abs().max() > 1e-2
     assert torch.equal(inspection.parts["query"], inspection.mixing)
@@ -196,73 +192,56 @@ def test_heads_and_inputs_have_weights_of_their_own():
 
 
 def test_experts_are_those_that_the_routers_chose():
-    """In a decoder of KDA, MLA and mixtures of experts, told apart."""
-    model = model_of(
-        "attnres-full", scatter=True, layers=2, pattern="kda:mla", experts=4, expert_dim=8
-    ).eval()
-    tokens = tokens_of(1, LENGTH)
+    """The decoder has KDA, MLA and mixtures of experts."""
+    mixture = {"pattern": "kda:mla", "experts": 4, "expert_dim": 8}
+    model, tokens = scattered("attnres-full", **mixture)
+    model.eval()
     inspection = headwater.inspect(model, tokens, removals="none")
     assert inspection.kinds == ("kda", "moe", "mla", "moe")
     assert list(inspection.experts) == [1, 3]
-    with torch.no_grad(), headwater.record(model.residual) as trace:
-        model(tokens)
+    trace = recorded(model, tokens)
     for i in (1, 3):
         sublayer = model.sublayers[i]
         routes = sublayer.body.router(sublayer.norm(trace.reads[i][0]))
         weights, order = routes.weights.sort(-1, descending=True)
-        torch.testing.assert_close(inspection.experts[i].probabilities, weights.detach(), **WITHIN)
+        close(inspection.experts[i].probabilities, weights.detach(), **WITHIN)
         assert torch.equal(inspection.experts[i].ids, routes.experts.gather(-1, order))
-    assert (
-        json.loads(inspection.to_json())["experts"]["3"]["ids"]
-        == inspection.experts[3].ids.tolist()
-    )
+    listed = json.loads(inspection.to_json())["experts"]["3"]["ids"]
+    assert listed == inspection.experts[3].ids.tolist()
 
 
 def test_an_untrained_model_says_so_and_a_trained_one_does_not():
-    for spec in ("attnres-block:block=2", "mhc", "ddl"):
-        (note,) = headwater.inspect(
-            model_of(spec, layers=2), tokens_of(1, 4), removals="none"
-        ).notes
-        assert note.startswith("Not trained")
-        assert (
-            headwater.inspect(
-                model_of(spec, layers=2, scatter=True), tokens_of(1, 4), removals="none"
-            ).notes
-            == ()
-        )
-    assert (
-        headwater.inspect(model_of("standard", layers=2), tokens_of(1, 4), removals="none").notes
-        == ()
-    )
+    for spec in ("attnres-block:block=2", "mhc", "ddl", "standard"):
+        for scatter in (False, True):
+            model = model_of(spec, layers=2, scatter=scatter)
+            notes = headwater.inspect(model, tokens_of(1, 4), removals="none").notes
+            untrained = spec != "standard" and not scatter
+            assert [note.partition(":")[0] for note in notes] == ["Not trained"] * untrained
 
 
 def test_as_json_everything_is_there_in_plain_numbers():
-    model, tokens = (
-        model_of("attnres-full:heads=2", scatter=True, layers=1),
-        torch.arange(3, 8)[None],
-    )
+    model = model_of("attnres-full:heads=2", scatter=True, layers=1)
 
     class Letters:
         def decode(self, ids):
-            return "" if ids[0] == int(tokens[0, 0]) else f"<{ids[0]}>"
+            return "" if ids[0] == 3 else f"<{ids[0]}>"
 
-    inspection = headwater.inspect(model, tokens[0].tolist(), tokenizer=Letters(), name="mine")
+    inspection = headwater.inspect(model, [3, 4, 5], tokenizer=Letters(), name="mine")
     data = json.loads(inspection.to_json())
-    assert data["tokens"] == [f"#{tokens[0, 0]}", *(f"<{i}>" for i in tokens[0, 1:].tolist())]
-    assert (data["name"], data["residual"], data["kinds"]) == (
-        "mine",
-        "attnres-full:heads=2",
-        ["attention", "mlp"],
-    )
+    assert data["tokens"] == ["#3", "<4>", "<5>"]
+    assert (data["name"], data["residual"]) == ("mine", "attnres-full:heads=2")
+    assert data["kinds"] == ["attention", "mlp"]
+    data["removed_loss"] = data["removed_at"]["loss"]
+    expected = {"removed_loss": inspection.removed_at.loss}
     for name in ("mixing", "loss", "read_size", "source_size"):
-        torch.testing.assert_close(
-            torch.tensor(data[name]), getattr(inspection, name), atol=1e-6, rtol=1e-6
-        )
-    torch.testing.assert_close(
-        torch.tensor(data["removed_at"]["loss"]), inspection.removed_at.loss, atol=1e-6, rtol=1e-6
-    )
+        expected[name] = getattr(inspection, name)
+    for name, values in expected.items():
+        close(torch.tensor(data[name]), values, atol=1e-6, rtol=1e-6)
     assert data["reads"]["ids"] == inspection.reads.ids.tolist()
     assert set(data["parts"]) == {"head 1", "head 2"}
+    # It prints as one line.
+    line = "<Inspection of mine: 3 tokens, 3 reads; .save('inspect.html') writes its page>"
+    assert repr(inspection) == line
 
 
 def test_the_model_is_left_as_it_was():
@@ -272,24 +251,15 @@ def test_the_model_is_left_as_it_was():
     modes = [module.training for module in model.modules()]
     headwater.inspect(model, tokens_of(1, 4))
     assert [module.training for module in model.modules()] == modes
-    assert all(
-        p.grad is None and torch.equal(p, before[name]) for name, p in model.named_parameters()
-    )
-
-
-def test_it_prints_as_a_line():
-    inspection = headwater.inspect(model_of("attnres-full", layers=1), [1, 2, 3])
-    assert (
-        repr(inspection)
-        == f"<Inspection of {inspection.name}: 3 tokens, 3 reads; .save('inspect.html') writes its page>"
-    )
+    for name, p in model.named_parameters():
+        assert p.grad is None
+        assert torch.equal(p, before[name])
 
 
 def test_what_does_not_fit_is_refused():
     model = model_of("attnres-full", layers=1)
     for tokens, words in (
         ([1], "two tokens at least, .* got 1"),
-        ([], "two tokens at least, .* got 0"),
         ({"input_ids": [1, 2], "attention_mask": [1, 1]}, r"give ...\['input_ids'\]"),
         ([[1, 2], [3, 4]], "one prompt"),
         ([1, 48], "0 and 47"),
@@ -298,44 +268,37 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(UserError, match=words):
             headwater.inspect(model, tokens)
-    with pytest.raises(UserError, match="convert it first"):
-        headwater.inspect(torch.nn.Linear(4, 4), [1, 2])
     own = torch.nn.Sequential(headwater.build("attnres-full", 4, 2), torch.nn.Linear(4, 4))
-    with pytest.raises(
-        UserError,
-        match=r"converted; got a Sequential. Of a network of your own, headwater.record and",
-    ):
-        headwater.inspect(own, [1, 2])
+    network = "converted; got a Sequential. Of a network of your own, headwater.record and"
+    for other, words in ((torch.nn.Linear(4, 4), "convert it first"), (own, network)):
+        with pytest.raises(UserError, match=words):
+            headwater.inspect(other, [1, 2])
 
 
 def test_pairs_are_left_out_where_they_would_take_long():
     with torch.device("meta"):
-        large = Decoder(
-            ModelConfig.named("large", layers=12, vocab_size=500000, residual="attnres-block")
-        )
-    from headwater.analyze.inspector.look import _affordable
-    from headwater.analyze.inspector.subject import Subject
-
+        shape = {"layers": 12, "vocab_size": 500000, "residual": "attnres-block"}
+        large = Decoder(ModelConfig.named("large", **shape))
     assert _affordable(Subject(large), 128) == "sources"
     assert _affordable(Subject(model_of("attnres-block")), 32) == "pairs"
 
 
-def saved(folder, spec, **settings):
+def saved(folder, spec="attnres-full"):
     """A decoder as `headwater export` writes it."""
     folder.mkdir()
-    model_of(spec, scatter=True, layers=1, vocab_size=257, **settings).save(folder)
+    model_of(spec, scatter=True, layers=1, vocab_size=257).save(folder)
     ByteTokenizer().save(folder)
     return folder
 
 
 def test_the_command_writes_one_page_of_one_model_or_of_two(tmp_path, capsys):
-    one, two = saved(tmp_path / "one", "attnres-full"), saved(tmp_path / "two", "standard")
+    one, two = saved(tmp_path / "one"), saved(tmp_path / "two", "standard")
     page = tmp_path / "pages" / "inspect.html"
-    assert main(["inspect", str(one), "--prompt", "a river", "--out", str(page)]) == 0
+    words = ["--prompt", "a river", "--out", str(page)]
+    assert main(["inspect", str(one), *words]) == 0
     assert str(page) in capsys.readouterr().out
     assert "<title>Inside one ·" in page.read_text()
-    command = ["inspect", str(one), str(two), "--prompt", "a river", "--out", str(page)]
-    assert main([*command, "--top", "2", "--removals", "sources"]) == 0
+    assert main(["inspect", str(one), str(two), *words, "--top", "2", "--removals", "sources"]) == 0
     text = page.read_text()
     assert "<title>Inside one and two ·" in text
     models = json.loads(text.partition('id="data">')[2].partition("</script>")[0])["models"]
@@ -343,20 +306,19 @@ def test_the_command_writes_one_page_of_one_model_or_of_two(tmp_path, capsys):
 
 
 def test_the_command_says_what_is_wrong(tmp_path, capsys):
-    one = saved(tmp_path / "one", "attnres-full")
+    one = saved(tmp_path / "one")
     mine = tmp_path / "mine.txt"
     mine.write_text("my notes")
-    for words, said in (
+    for words, message in (
         ([one, one, one], "one model or two"),
         ([one, "--top", "0"], "--top must be at least 1"),
         ([one, "--serve", "--port", "99999"], "port 99999"),
-        ([one, "--prompt", "a"], "two tokens at least"),
-        ([tmp_path / "none"], "not a folder"),
+        ([tmp_path / "none"], "no checkpoint in"),
         ([one, "--out", mine], "is no web page"),
         ([one, "--device", "cuda:99"], "--device must be"),
     ):
         assert main(["inspect", *map(str, words)]) == 1
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert mine.read_text() == "my notes"
 
 
@@ -366,7 +328,7 @@ def test_the_command_serves_until_it_is_stopped(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(InspectorServer, "serve_forever", stop)
     monkeypatch.chdir(tmp_path)
-    assert main(["inspect", str(saved(tmp_path / "one", "attnres-full")), "--serve"]) == 0
+    assert main(["inspect", str(saved(tmp_path / "one")), "--serve"]) == 0
     address, how, stopped = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{32}/", address)
     assert "Ctrl-C stops it" in how

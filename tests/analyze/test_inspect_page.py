@@ -50,9 +50,9 @@ class Letters:
         return HOSTILE.get(ids[0], f"w{ids[0]} ")
 
 
-def look(spec="attnres-full", **options):
-    """Of a small model whose parameters are off their start."""
-    tokens = options.pop("tokens", tokens_of(1, LENGTH))
+def look(spec="attnres-full", tokens=None, **options):
+    """Inspect a small model whose parameters are off their start."""
+    tokens = tokens_of(1, LENGTH) if tokens is None else tokens
     model = model_of(spec, scatter=True, layers=2)
     return headwater.inspect(model, tokens, **({"tokenizer": Letters(), "name": spec} | options))
 
@@ -72,7 +72,7 @@ def address(file, **chosen):
 
 
 def cell(page, read, source, model=0):
-    """Where a cell of the grid stands on the screen."""
+    """Return the place of a grid's cell on the screen."""
     panel = page.locator("#grid .panel").nth(model)
     panel.scroll_into_view_if_needed()
     canvas = panel.locator("canvas").bounding_box()
@@ -80,8 +80,35 @@ def cell(page, read, source, model=0):
     return canvas["x"] + (source + 0.5) * size, canvas["y"] + (read + 0.5) * size
 
 
-def number(words: str) -> float:
-    return float(words.replace("−", "-"))
+def number(words: str, before: str = "") -> float:
+    """The number in words, after these words."""
+    return float(re.search(rf"{before}\s*(\S+)", words).group(1).replace("−", "-"))
+
+
+def select(page, token) -> None:
+    page.locator(f'#tokens button[data-token="{token}"]').click()
+
+
+def words_of(page, selector: str) -> str:
+    return page.locator(selector).inner_text()
+
+
+def near(value, abs=6e-4):
+    return pytest.approx(value.item(), abs=abs)
+
+
+def clipped(page, texts) -> list[str]:
+    return page.evaluate("(texts) => texts.map((text) => clip(seen(text)))", texts)
+
+
+def download(page, where: str, words: str) -> bytes:
+    with page.expect_download() as caught:
+        page.locator(f'[data-save="{where}"] button', has_text=words).click()
+    return caught.value.path().read_bytes()
+
+
+def table(page, where: str) -> list[dict]:
+    return list(csv.DictReader(io.StringIO(download(page, where, "CSV").decode())))
 
 
 @pytest.mark.parametrize("spec", ["attnres-full", "denseformer", "mhc", "ddl"])
@@ -106,97 +133,71 @@ def test_the_pages_numbers_are_the_inspections(visit, tmp_path, spec):
         torch.testing.assert_close(shown, values.double().flatten(), atol=1e-5, rtol=0)
     texts = page.evaluate("[...models[0].removedAt.top.ids].map((place) => data.texts[place])")
     assert texts == [inspection.texts[i] for i in inspection.removed_at.top.ids.flatten().tolist()]
-    meaning = page.locator("#grid .caption")
-    assert meaning.count() == (spec == "ddl")
-    if spec == "ddl":
-        assert "matrices" in meaning.inner_text()
+    assert page.locator("#grid .caption", has_text="matrices").count() == (spec == "ddl")
 
 
 def test_a_token_a_read_and_a_source_are_chosen_and_taken_away(visit, inspection, written):
     page = visit(written)
-    page.locator('#tokens button[data-token="5"]').click()
+    select(page, 5)
     assert page.locator('#tokens [aria-checked="true"]').get_attribute("data-token") == "5"
-    assert f"loss {inspection.loss[5]:.4f} nats" in page.locator("#summary").inner_text()
+    assert f"loss {inspection.loss[5]:.4f} nats" in words_of(page, "#summary")
     page.mouse.move(*cell(page, 3, 1))
-    weight = re.search(r"weight\s+(\S+)", page.locator("#tip").inner_text()).group(1)
-    assert number(weight) == pytest.approx(inspection.mixing[3, 1, 5].item(), abs=1e-5)
+    assert number(words_of(page, "#tip"), "weight") == near(inspection.mixing[3, 1, 5], 1e-5)
     page.mouse.click(*cell(page, 3, 1))
     assert "Read 3, before MLP" in page.locator("#grid .panel").nth(1).inner_text()
     assert page.locator(".sources tbody tr").count() == 4
-    assert page.locator(".sources tr.chosen th").inner_text() == "A0"
-    assert page.evaluate("[0.14, 4, -0.2, 0.0004].map(inColumn)") == [
-        "0.140",
-        "4.00",
-        "−0.200",
-        "4.00e−4",
-    ]
-    place = inspection.pairs.index((3, 1))
-    said = page.locator("#without .verdict").inner_text()
-    assert "output of sublayer 0, attention, at read 3 alone" in said
-    assert number(re.search(r"by (\S+) nats", said).group(1)) == pytest.approx(
-        inspection.removed_at.loss[place, 5].item(), abs=6e-4
-    )
+    assert words_of(page, ".sources tr.chosen th") == "A0"
+    columns = page.evaluate("[0.14, 4, -0.2, 0.0004].map(inColumn)")
+    assert columns == ["0.140", "4.00", "−0.200", "4.00e−4"]
+
+    # Taken away at one read, at all reads, and on average over tokens.
+    place, removed = inspection.pairs.index((3, 1)), inspection.removed
+    verdict = words_of(page, "#without .verdict")
+    assert "output of sublayer 0, attention, at read 3 alone" in verdict
+    assert number(verdict, "by") == near(inspection.removed_at.loss[place, 5])
     page.get_by_label("at all reads").check()
-    said = page.locator("#without .verdict").inner_text()
-    assert "at every read" in said
-    assert number(re.search(r"by (\S+) nats", said).group(1)) == pytest.approx(
-        inspection.removed.loss[1, 5].item(), abs=6e-4
-    )
+    verdict = words_of(page, "#without .verdict")
+    assert "at every read" in verdict
+    assert number(verdict, "by") == near(removed.loss[1, 5])
     after = page.locator("#without .beside > div").nth(1).locator(".token").all_inner_texts()
-    assert after == page.evaluate(
-        "(ids) => ids.map((i) => clip(seen(i)))",
-        [inspection.texts[i] for i in inspection.removed.top.ids[1, 5].tolist()],
-    )
+    assert after == clipped(page, [inspection.texts[i] for i in removed.top.ids[1, 5].tolist()])
     page.get_by_label("effects").check()
     assert "change of loss" in page.locator("#scale").text_content()
     page.locator("#tokens .every").click()
-    assert f"{inspection.loss.mean():.4f}" in page.locator("#summary").inner_text()
-    said = page.locator("#without .verdict").inner_text()
-    assert number(re.search(r"by (\S+) nats", said).group(1)) == pytest.approx(
-        inspection.removed.loss[1].mean().item(), abs=6e-4
-    )
+    assert f"{inspection.loss.mean():.4f}" in words_of(page, "#summary")
+    assert number(words_of(page, "#without .verdict"), "by") == near(removed.loss[1].mean())
 
 
 def test_the_lens_shows_what_reads_and_sources_say(visit, inspection, written):
     page = visit(address(written, token=4, read=2))
     rows = page.locator(".says tbody tr")
     assert rows.count() == 6  # the embedding, four sublayers, the head
-    said = rows.nth(3).locator(".said").all_inner_texts()
-    expected = [
-        inspection.texts[i]
-        for i in [*inspection.reads.ids[2, 4].tolist(), *inspection.sources.ids[3, 4].tolist()]
-    ]
-    assert said == page.evaluate("(texts) => texts.map((text) => clip(seen(text)))", expected)
+    ids = [*inspection.reads.ids[2, 4].tolist(), *inspection.sources.ids[3, 4].tolist()]
+    words = rows.nth(3).locator(".said").all_inner_texts()
+    assert words == clipped(page, [inspection.texts[i] for i in ids])
     assert rows.nth(3).get_attribute("class") == "chosen"
     page.keyboard.press("a")
     right = (inspection.reads.ids[4, :-1, 0] == torch.tensor(inspection.ids[1:])).float().mean()
-    assert number(
-        rows.nth(5).locator("td").first.inner_text().split()[0].removeprefix("<")
-    ) / 100 == pytest.approx(right.item(), abs=2e-3)
+    share = rows.nth(5).locator("td").first.inner_text().split()[0].removeprefix("<")
+    assert number(share) / 100 == near(right, 2e-3)
 
 
 def test_weight_against_effect_has_every_pair(visit, inspection, written):
     page = visit(address(written, token=2, read=4))
-    assert (
-        page.locator("#scatter .mark").count() == len(inspection.pairs) - 1
-    )  # the first read has one source
+    # The first read has one source.
+    assert page.locator("#scatter .mark").count() == len(inspection.pairs) - 1
     page.locator("#scatter svg").focus()
     page.keyboard.press("ArrowRight")
-    said = page.locator("#tip").inner_text()
     shares = inspection.mixing / inspection.mixing.abs().sum(1, keepdim=True)
-    least = min((shares[r, s, 2].abs().item(), i) for i, (r, s) in enumerate(inspection.pairs) if r)
-    assert number(re.search(r"share of the row\s+(\S+)", said).group(1)) == pytest.approx(
-        least[0], rel=1e-2
-    )
-    effect = inspection.removed_at.loss[least[1], 2].item()
-    assert number(re.search(r"loss without it\s+(\S+)", said).group(1)) == pytest.approx(
-        effect, abs=6e-4
-    )
+    sizes = [(shares[r, s, 2].abs().item(), i) for i, (r, s) in enumerate(inspection.pairs) if r]
+    least, place = min(sizes)
+    words = words_of(page, "#tip")
+    assert number(words, "share of the row") == pytest.approx(least, rel=1e-2)
+    assert number(words, "loss without it") == near(inspection.removed_at.loss[place, 2])
 
 
-@pytest.mark.parametrize(
-    "spec", ["attnres-full", "denseformer"]
-)  # the weights of a second depend on no token
+# The weights of the second depend on no token.
+@pytest.mark.parametrize("spec", ["attnres-full", "denseformer"])
 def test_weight_times_size_is_what_a_source_brings(visit, tmp_path, spec):
     inspection = look(spec)
     page = visit(address(inspection.save(tmp_path / "page.html"), token=2, read=4))
@@ -208,99 +209,87 @@ def test_weight_times_size_is_what_a_source_brings(visit, tmp_path, spec):
     for expected in (brought[..., 2], brought.mean(-1)):
         cells = torch.tensor(page.evaluate(shown), dtype=torch.float64)
         torch.testing.assert_close(cells, expected[rows, columns].double(), atol=2e-5, rtol=1e-4)
-        points = torch.tensor(
-            page.evaluate("pointsOf(models[0]).map(({ x }) => x)"), dtype=torch.float64
-        )
-        torch.testing.assert_close(
-            points, cells[1:].abs(), atol=0, rtol=0
-        )  # the first read has one source
+        points = page.evaluate("pointsOf(models[0]).map(({ x }) => x)")
+        # The first read has one source
+        assert points == cells[1:].abs().tolist()
         page.locator("#tokens .every").click()
-    assert (
-        "Rank correlation of weight × size and size of the effect"
-        in page.locator("#scatter .caption").inner_text()
-    )
-    for where, column in (("grid", "weight_times_size"), ("scatter", "weight_times_size")):
-        with page.expect_download() as download:
-            page.locator(f'[data-save="{where}"] button', has_text="CSV").click()
-        last = list(csv.DictReader(io.StringIO(download.value.path().read_text())))[-1]
-        assert float(last[column]) == pytest.approx(brought[-1, -1].mean().item(), rel=1e-3)
+    caption = words_of(page, "#scatter .caption")
+    assert "Rank correlation of weight × size and size of the effect" in caption
+    for where in ("grid", "scatter"):
+        brings = float(table(page, where)[-1]["weight_times_size"])
+        assert brings == pytest.approx(brought[-1, -1].mean().item(), rel=1e-3)
 
 
 def test_two_models_side_by_side(visit, inspection, tmp_path):
     inspection, other = replace(inspection, name="mine"), look("denseformer:period=2", name="yours")
     page = visit(inspection.save(tmp_path / "two.html", other))
     assert page.locator("#grid canvas").count() == page.locator("#says table").count() == 2
-    assert page.locator("#grid .title small").all_inner_texts() == [
-        one.residual for one in (inspection, other)
-    ]
-    page.locator('#tokens button[data-token="3"]').click()
+    titles = page.locator("#grid .title small").all_inner_texts()
+    assert titles == [inspection.residual, other.residual]
+    select(page, 3)
     page.mouse.click(*cell(page, 4, 2, model=1))
-    verdicts = page.locator("#without .verdict").all_inner_texts()
     place = inspection.pairs.index((4, 2))
-    shown = [number(re.search(r"by (\S+) nats", said).group(1)) for said in verdicts]
-    assert shown == pytest.approx(
-        [one.removed_at.loss[place, 3].item() for one in (inspection, other)], abs=6e-4
-    )
+    verdicts = page.locator("#without .verdict").all_inner_texts()
+    for verdict, one in zip(verdicts, (inspection, other), strict=True):
+        assert number(verdict, "by") == near(one.removed_at.loss[place, 3])
     with pytest.raises(UserError, match="same tokens"):
         inspection.to_html(look(tokens=tokens_of(1, LENGTH, seed=5)))
 
 
-def test_the_address_keeps_what_is_chosen(visit, written):
+def test_the_address_keeps_what_is_chosen_and_keys_reach_everything(visit, written):
+    chosen = '#tokens [aria-checked="true"]'
     page = visit(address(written, token=6, read=3, source=2, show="weight", away="all"))
-    assert page.locator('#tokens [aria-checked="true"]').get_attribute("data-token") == "6"
+    assert page.locator(chosen).get_attribute("data-token") == "6"
     assert page.locator("#values :checked").get_attribute("value") == "weight"
-    assert "output of sublayer 1, MLP, at every read" in page.locator("#without").inner_text()
+    assert "output of sublayer 1, MLP, at every read" in words_of(page, "#without")
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("x")
     assert "token=5" in page.url
     assert "away=read" in page.url
     page.reload()
-    assert page.locator('#tokens [aria-checked="true"]').get_attribute("data-token") == "5"
+    assert page.locator(chosen).get_attribute("data-token") == "5"
+    page.locator("#grid svg").focus()
+    page.keyboard.press("ArrowUp")
+    page.keyboard.press("ArrowRight")
+    assert "Read 2, before attention" in words_of(page, "#tip")
+    page.keyboard.press("Enter")
+    assert "read=2" in page.url
+    assert page.evaluate("document.activeElement.tagName") == "svg"
+    page.locator(".sources tbody button").first.press("Enter")
+    assert "source=0" in page.url
+    page.locator(chosen).focus()
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement.dataset.token") == "6"
     for nonsense in ("token=99&read=-1&source=x&show=<b>", "token=all&read=2&source=4"):
         page.evaluate("(hash) => { location.hash = hash; }", nonsense)
         page.wait_for_timeout(50)
         assert page.locator("#grid canvas").count() == 1
 
 
-def test_everything_can_be_reached_by_keyboard(visit, written):
-    page = visit(address(written, token=1, read=4, source=0))
-    page.locator('#tokens [aria-checked="true"]').focus()
-    page.keyboard.press("ArrowRight")
-    assert page.evaluate("document.activeElement.dataset.token") == "2"
-    page.locator("#grid svg").focus()
-    page.keyboard.press("ArrowUp")
-    page.keyboard.press("ArrowRight")
-    assert "Read 3, before MLP" in page.locator("#tip").inner_text()
-    page.keyboard.press("Enter")
-    assert "read=3&source=1" in page.url
-    assert page.evaluate("document.activeElement.tagName") == "svg"
-    page.locator(".sources tbody button").first.press("Enter")
-    assert "source=0" in page.url
-
-
 def test_a_phone_shows_all_of_it_without_scrolling_sideways(visit, inspection, tmp_path):
     page = visit(inspection.save(tmp_path / "two.html", look("mhc")), **PHONE)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.locator('#tokens button[data-token="4"]').tap()
-    assert "After token 4" in page.locator("#summary").inner_text()
+    assert "After token 4" in words_of(page, "#summary")
     page.touchscreen.tap(*cell(page, 2, 1))
     assert "read=2&source=1" in page.url
-    odds = page.locator(".odds .percent")
-    assert odds.count() == 20
+    assert page.locator(".odds .percent").count() == 20
     shown = page.evaluate("[0.0004, 0.0009, 0.0012, 0.994, 1].map(percent)")
     assert shown == ["<0.1 %", "<0.1 %", "0.12 %", "99.4 %", "100 %"]
     heights = [page.evaluate(FILL, words) for words in ("1 %", *shown)]
     assert heights == heights[:1] * 6  # each in one line
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_tokens_can_be_read_in_light_and_in_the_dark(visit, written, scheme):
+@pytest.mark.parametrize(
+    ("scheme", "background"), [("light", "255, 255, 255"), ("dark", "18, 20, 24")]
+)
+def test_tokens_can_be_read_in_light_and_in_the_dark(visit, written, scheme, background):
     page = visit(written, color_scheme=scheme)
     ratios = page.evaluate(CONTRAST)
     assert len(ratios) > 40
     assert min(ratios) >= 4.5
-    dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(18, 20, 24)"
-    assert dark == (scheme == "dark")
+    colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert colour == f"rgb({background})"
 
 
 def test_tokens_and_names_are_never_markup(visit, tmp_path):
@@ -314,90 +303,59 @@ def test_tokens_and_names_are_never_markup(visit, tmp_path):
     assert len(shown[3]) == 41
     assert shown[4] == "\\u0000\\u001b[31m"
     assert page.locator("img").count() == 0
-    with page.expect_download() as download:
-        page.locator('[data-save="grid"] button', has_text="CSV").click()
-    rows = list(csv.reader(io.StringIO(download.value.path().read_text())))
-    assert rows[-1][0] == "'=1+1"  # no spreadsheet runs it
+    assert "'=1+1" in table(page, "grid")[-1].values()  # no spreadsheet runs it
 
 
 def test_downloads_hold_what_is_shown(visit, inspection, written):
     page = visit(address(written, token=3, read=2))
-    saved = {}
-    for where, words in (
-        ("grid", "CSV"),
-        ("grid", "PNG"),
-        ("scatter", "SVG"),
-        ("lens", "CSV"),
-        ("sizes", "CSV"),
-        ("page", "JSON"),
-    ):
-        with page.expect_download() as download:
-            page.locator(f'[data-save="{where}"] button', has_text=words).click()
-        saved[where, words] = download.value.path().read_bytes()
-    rows = list(csv.DictReader(io.StringIO(saved["grid", "CSV"].decode())))
+    rows = table(page, "grid")
     assert [(int(row["read"]), int(row["source"])) for row in rows] == inspection.pairs
-    for i, (row, (read, source)) in enumerate(zip(rows, inspection.pairs)):
-        assert float(row["weight"]) == pytest.approx(
-            inspection.mixing[read, source, 3].item(), abs=1e-5
-        )
-        assert float(row["loss_without_it_here"]) == pytest.approx(
-            inspection.removed_at.loss[i, 3].item(), abs=1e-5
-        )
-    assert saved["grid", "PNG"].startswith(b"\x89PNG")
-    assert b"<circle" in saved["scatter", "SVG"]
-    assert len(saved["lens", "CSV"].decode().splitlines()) >= 1 + 2 * 5 * 5
+    for row, (read, source), effect in zip(rows, inspection.pairs, inspection.removed_at.loss):
+        assert float(row["weight"]) == near(inspection.mixing[read, source, 3], 1e-5)
+        assert float(row["loss_without_it_here"]) == near(effect[3], 1e-5)
+    assert download(page, "grid", "PNG").startswith(b"\x89PNG")
+    assert b"<circle" in download(page, "scatter", "SVG")
+    assert len(table(page, "lens")) >= 2 * 5 * 5
+    assert table(page, "sizes")
     page.locator("#tokens .every").click()
-    with page.expect_download() as download:
-        page.locator('[data-save="lens"] button', has_text="CSV").click()
-    said = list(csv.DictReader(io.StringIO(download.value.path().read_text())))
-    assert (
-        len(said) == LENGTH * 2 * 5 * 5
-    )  # over all tokens there is no average of words: each token's are there
-    assert float(said[-1]["probability"]) == pytest.approx(
-        inspection.sources.probabilities[-1, -1, -1].item(), abs=1e-5
-    )
-    everything = json.loads(saved["page", "JSON"])
+    words = table(page, "lens")
+    # Over all tokens there is no average of words: each token's are there
+    assert len(words) == LENGTH * 2 * 5 * 5
+    probability = inspection.sources.probabilities[-1, -1, -1]
+    assert float(words[-1]["probability"]) == near(probability, 1e-5)
+    everything = json.loads(download(page, "page", "JSON"))
     assert everything["models"][0]["loss"] == pytest.approx(inspection.loss.tolist(), abs=1e-5)
 
 
 def test_notes_heads_and_what_was_not_computed(visit, tmp_path):
     model, tokens = model_of("attnres-full:heads=4", layers=2), tokens_of(1, LENGTH)
     page = visit(headwater.inspect(model, tokens, removals="none").save(tmp_path / "start.html"))
-    assert "mean nothing yet" in page.locator(".notes").inner_text()
-    assert "average" in page.locator("#grid .caption").inner_text()
-    assert "--removals" in page.locator("#without").inner_text()
+    assert "mean nothing yet" in words_of(page, ".notes")
+    assert "average" in words_of(page, "#grid .caption")
+    assert "--removals" in words_of(page, "#without")
     inspection = look("attnres-full:heads=4", removals="sources")
     page = visit(inspection.save(tmp_path / "heads.html"))
-    page.locator('#tokens button[data-token="2"]').click()
+    select(page, 2)
     page.get_by_label("3", exact=True).check()
     page.mouse.move(*cell(page, 4, 2))
-    weight = re.search(r"weight\s+(\S+)", page.locator("#tip").inner_text()).group(1)
-    assert number(weight) == pytest.approx(inspection.parts["head 3"][4, 2, 2].item(), abs=1e-5)
+    weight = inspection.parts["head 3"][4, 2, 2]
+    assert number(words_of(page, "#tip"), "weight") == near(weight, 1e-5)
     assert page.locator("#scatter .mark").count() == 5
 
 
 def test_kinds_are_told_apart_and_experts_listed(visit, tmp_path):
-    model = model_of(
-        "attnres-full", scatter=True, layers=2, pattern="kda:mla", experts=4, expert_dim=8
-    )
+    settings = {"layers": 2, "pattern": "kda:mla", "experts": 4, "expert_dim": 8}
+    model = model_of("attnres-full", scatter=True, **settings)
     inspection = headwater.inspect(model, tokens_of(1, LENGTH), removals="none")
     page = visit(address(inspection.save(tmp_path / "experts.html"), token=4))
-    assert page.locator("#grid svg .kindmark").all_text_contents()[::2] == ["K", "E", "L", "E"]
-    assert [
-        word for word in ("KDA", "MoE", "MLA") if word in page.locator("#kinds").inner_text()
-    ] == [
-        "KDA",
-        "MoE",
-        "MLA",
-    ]
-    shown = page.locator(".experts tr").nth(1).locator(".expert code").all_inner_texts()
-    assert shown == [str(i) for i in inspection.experts[3].ids[4].tolist()]
+    marks = page.locator("#grid svg .kindmark").all_text_contents()
+    assert marks[::2] == ["K", "E", "L", "E"]
+    assert re.search("KDA.*MoE.*MLA", words_of(page, "#kinds"), re.DOTALL)
+    row, chosen = page.locator(".experts tr").nth(1), inspection.experts[3].ids
+    assert row.locator(".expert code").all_inner_texts() == list(map(str, chosen[4].tolist()))
     page.locator("#tokens .every").click()
-    first = page.locator(".experts tr").nth(1).locator(".expert").first
-    often = inspection.experts[3].ids.flatten().bincount().max().item() / LENGTH
-    assert number(first.locator("small").inner_text().removesuffix(" %")) / 100 == pytest.approx(
-        often, abs=1e-2
-    )
+    often = chosen.flatten().bincount().max() / LENGTH
+    assert number(row.locator(".expert small").first.inner_text()) / 100 == near(often, 1e-2)
 
 
 def test_a_notebook_shows_it_in_a_frame_of_its_own(visit, inspection, tmp_path):
@@ -410,8 +368,8 @@ def test_a_notebook_shows_it_in_a_frame_of_its_own(visit, inspection, tmp_path):
     assert page.locator("iframe").get_attribute("sandbox") == "allow-scripts allow-downloads"
 
 
-def synthetic(length, layers, heads=0):
-    """As large as a real one, without the passes."""
+def synthetic(length, layers):
+    """Make an inspection as large as a real one, without the passes."""
     generator, sources = torch.Generator().manual_seed(0), 2 * layers + 1
     pairs = sources * (sources + 1) // 2
 
@@ -421,11 +379,10 @@ def synthetic(length, layers, heads=0):
     def top(*shape):
         return Top(torch.randint(0, 30000, (*shape, 5), generator=generator), rand(*shape, 5))
 
-    mixing = rand(sources, sources, length)
     return Inspection(
         name="large", residual="attnres-full", mixes="scalar", kinds=("attention", "mlp") * layers,
         tokens=("w",) * length, ids=(0,) * length, texts={i: f"word{i}" for i in range(30000)} | {0: "w"},
-        loss=rand(length - 1), mixing=mixing, parts={f"head {i + 1}": mixing for i in range(heads)},
+        loss=rand(length - 1), mixing=rand(sources, sources, length), parts={},
         read_size=rand(sources, length), source_size=rand(sources, length), reads=top(sources, length),
         sources=top(sources, length), experts={}, removed=Removal(8 * rand(sources, length - 1), top(sources, length)),
         removed_at=Removal(8 * rand(pairs, length - 1), top(pairs, length)),
@@ -436,36 +393,26 @@ def test_128_tokens_and_24_layers_stay_under_3_mb(visit, tmp_path):
     large = synthetic(128, 24)
     page = large.to_html()
     assert len(page.encode()) < 3_000_000
-    assert (
-        LEVELS[2] not in page
-    )  # effects at each read, and the likeliest token without each source, are there
-    with_heads = replace(large, parts={f"head {i + 1}": large.mixing for i in range(3)}).save(
-        tmp_path / "heads.html"
-    )
-    assert with_heads.stat().st_size < 3_000_000
-    shown = visit(with_heads)
-    assert "averages over tokens" in shown.locator(".notes").inner_text()
+    # Effects at each read, and the likeliest token without each source, are there
+    assert LEVELS[2] not in page
+    heads = replace(large, parts={f"head {i + 1}": large.mixing for i in range(3)})
+    file = heads.save(tmp_path / "heads.html")
+    assert file.stat().st_size < 3_000_000
+    shown = visit(file)
+    assert "averages over tokens" in words_of(shown, ".notes")
     shown.get_by_label("effects").check()
     shown.get_by_label("3", exact=True).check()
-    average = large.mixing[48, 0].mean().item()
-    assert shown.evaluate("weightsOf(models[0], 48)[0]") == pytest.approx(average, abs=1e-5)
+    average = large.mixing[48, 0].mean()
+    assert shown.evaluate("weightsOf(models[0], 48)[0]") == near(average, 1e-5)
 
 
 @pytest.mark.parametrize("factor", [0.99, 1.0, 1.01])
-def test_names_of_lines_that_end_close_together_do_not_overlap(
-    inspection, tmp_path, browser, factor
-):
-    page = browser.new_page()
-    page.goto(
-        replace(inspection, source_size=inspection.read_size * factor)
-        .save(tmp_path / "close.html")
-        .as_uri()
-    )
-    boxes = {
-        node.text_content(): node.bounding_box()
-        for node in page.query_selector_all("#sizes .ending")
-    }
-    gap = boxes["sources"]["y"] - boxes["reads"]["y"]
+def test_names_of_lines_that_end_close_together_do_not_overlap(visit, inspection, tmp_path, factor):
+    close = replace(inspection, source_size=inspection.read_size * factor)
+    page = visit(close.save(tmp_path / "close.html"))
+    heights = {}
+    for node in page.locator("#sizes .ending").all():
+        heights[node.text_content()] = node.bounding_box()["y"]
+    gap = heights["sources"] - heights["reads"]
     assert abs(gap) >= 12
     assert factor == 1 or (gap > 0) == (factor < 1)  # the larger one stands higher
-    page.close()

@@ -5,7 +5,6 @@ import json
 import socket
 import struct
 import threading
-from functools import partial
 
 import pytest
 from tinymodels import model_of
@@ -20,33 +19,34 @@ PROMPT = "hello you"
 
 @pytest.fixture(scope="module")
 def server():
-    model, tokenizer = (
-        model_of("attnres-full", scatter=True, layers=2, vocab_size=257),
-        ByteTokenizer(),
-    )
+    model = model_of("attnres-full", scatter=True, layers=2, vocab_size=257)
+    tokenizer = ByteTokenizer()
 
     def look(prompt):
-        return [
-            headwater.inspect(
-                model, tokenizer.encode(prompt).tolist(), tokenizer=tokenizer, name="mine"
-            )
-        ]
+        tokens = tokenizer.encode(prompt).tolist()
+        return [headwater.inspect(model, tokens, tokenizer=tokenizer, name="mine")]
 
-    with InspectorServer(look, PROMPT) as made:
-        thread = threading.Thread(target=made.serve_forever)
+    with InspectorServer(look, PROMPT) as running:
+        thread = threading.Thread(target=running.serve_forever)
         thread.start()
-        yield made
-        made.shutdown()
+        yield running
+        running.shutdown()
         thread.join()
 
 
 def ask(server, path="", method="GET", body=None, **headers):
-    """Status and body; `Host` and other headers as they are given."""
+    """Status, body and headers of an answer; `path` is below the token unless it begins with a slash."""
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
     sent = {name.replace("_", "-"): value for name, value in headers.items()}
-    connection.request(method, f"/{server.token}/{path}" if path is not None else "/", body, sent)
+    path = path if path.startswith("/") else f"/{server.token}/{path}"
+    connection.request(method, path, body, sent)
     answer = connection.getresponse()
     return answer.status, answer.read().decode(), dict(answer.getheaders())
+
+
+def post(server, body=None, **headers):
+    body = json.dumps({"prompt": "abc"}) if body is None else body
+    return ask(server, "inspect", "POST", body, **headers)
 
 
 def test_it_listens_to_this_machine_alone(server):
@@ -61,37 +61,26 @@ def test_it_listens_to_this_machine_alone(server):
 
 def test_others_are_refused(server):
     port = server.server_port
-    post = partial(ask, server, "inspect", "POST", json.dumps({"prompt": "abc"}))
-    assert post()[0] == 200
-    assert post(Origin=f"http://127.0.0.1:{port}")[0] == 200
-    for headers in (
-        {"Host": "evil.example"},
-        {"Host": f"evil.example:{port}"},
-        {"Host": f"127.0.0.1:{port + 1}"},
-        {"Origin": "http://evil.example"},
-        {"Origin": "null"},
-        {"Origin": f"https://127.0.0.1:{port}"},
-        {"Sec_Fetch_Site": "cross-site"},
+    for headers in ({}, {"Origin": f"http://127.0.0.1:{port}"}):
+        assert post(server, **headers)[0] == 200
+    for name, value in (
+        ("Host", "evil.example"),
+        ("Host", f"evil.example:{port}"),
+        ("Host", f"127.0.0.1:{port + 1}"),
+        ("Origin", "http://evil.example"),
+        ("Origin", "null"),
+        ("Origin", f"https://127.0.0.1:{port}"),
+        ("Sec_Fetch_Site", "cross-site"),
     ):
-        for status, answer, _ in (post(**headers), ask(server, **headers)):
-            assert (status, json.loads(answer)) == (403, {"error": "refused"}), headers
+        for status, answer, _ in (post(server, **{name: value}), ask(server, **{name: value})):
+            assert (status, json.loads(answer)) == (403, {"error": "refused"}), value
 
 
 def test_without_its_token_nothing_answers(server):
-    assert ask(server, None)[0] == 404
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
-    for path in (
-        "/wrong/",
-        f"/{server.token[:-1]}/",
-        f"/{server.token}/../",
-        "/inspect",
-        f"/{server.token}/other",
-    ):
+    for path in ("/", "/wrong/", f"/{server.token[:-1]}/", "../", "/inspect", "other"):
         for method in ("GET", "POST"):
-            connection.request(method, path, "{}" if method == "POST" else None)
-            answer = connection.getresponse()
-            assert (answer.status, json.loads(answer.read())) == (404, {"error": "not found"})
-            connection.close()
+            status, answer, _ = ask(server, path, method, "{}" if method == "POST" else None)
+            assert (status, json.loads(answer)) == (404, {"error": "not found"})
     assert ask(server, "inspect")[0] == 404  # which is asked by POST alone
     assert ask(server, "", "PUT")[0] == 501
 
@@ -111,14 +100,14 @@ BAD_REQUESTS = {
 @pytest.mark.parametrize("name", BAD_REQUESTS)
 def test_a_request_that_does_not_fit_is_answered_with_the_reason(server, name, capfd):
     body, words = BAD_REQUESTS[name]
-    status, answer, _ = ask(server, "inspect", "POST", body)
+    status, answer, _ = post(server, body)
     assert (status, capfd.readouterr().err) == (400, "")
     assert words in json.loads(answer)["error"]
 
 
 @pytest.mark.parametrize("length", ["9" * 5000, "-1", "many", ""])
 def test_a_length_that_is_no_number_is_refused(server, length, capfd):
-    status, answer, _ = ask(server, "inspect", "POST", "{}", Content_Length=length)
+    status, answer, _ = post(server, "{}", Content_Length=length)
     assert (status, capfd.readouterr().err) == (400, "")
     assert "100000 bytes" in json.loads(answer)["error"]
 
@@ -144,20 +133,20 @@ def test_a_page_that_is_closed_while_the_model_runs_is_no_error(server, monkeypa
     monkeypatch.setattr(server, "look", slow)
     monkeypatch.setattr(server, "shutdown_request", shut)
     body = json.dumps({"prompt": PROMPT})
+    address = f"127.0.0.1:{server.server_port}"
     with socket.create_connection(("127.0.0.1", server.server_port)) as client:
-        head = f"POST /{server.token}/inspect HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\n"
+        head = f"POST /{server.token}/inspect HTTP/1.1\r\nHost: {address}\r\n"
         client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
         assert asked.wait(30)
-        client.setsockopt(
-            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-        )  # closing resets
+        # Closing resets
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     gone.set()
     assert ended.wait(30)
     assert capfd.readouterr().err == ""
 
 
 @pytest.mark.browser
-def test_the_page_asks_its_model_and_nobody_else(server, visit, tmp_path, monkeypatch):
+def test_the_page_asks_its_model_and_nobody_else(server, visit, browser, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = visit(server.address)
     assert page.locator("#words").input_value() == PROMPT
@@ -172,9 +161,7 @@ def test_the_page_asks_its_model_and_nobody_else(server, visit, tmp_path, monkey
     assert "After token 3" in page.locator("#summary").inner_text()
     assert list(tmp_path.iterdir()) == []
 
-
-@pytest.mark.browser
-def test_what_is_wrong_with_a_prompt_is_said_in_the_page(server, browser):
+    # What is wrong with a prompt is said in the page; the browser logs the status, too.
     page = browser.new_page()
     page.goto(server.address)
     page.locator("#words").fill("a" * 40)

@@ -24,9 +24,8 @@ def test_the_plain_residual_moves_three_passes_and_stores_one(rows):
 
 def test_attention_residuals_read_every_source(rows):
     sources = [i + 1 for i in range(2 * LAYERS)]
-    moved = sum(
-        n + 1 for n in sources if n > 1
-    )  # a read of one source is that source; a write stores its input
+    # A read of one source is that source; a write stores its input
+    moved = sum(n + 1 for n in sources if n > 1)
     assert rows["attnres-full"].least == pytest.approx(moved / (2 * LAYERS))
     assert rows["attnres-full"].stored == 2 * LAYERS + 1
     assert rows["attnres-full:window=2"].stored == 3
@@ -74,14 +73,14 @@ def test_each_row_has_a_formula_of_its_own(rows):
 
 def test_every_column_of_traffic_says_what_it_counts(capsys):
     assert main(["residuals", "mhc"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     for words in (
         "fused: the least for one kernel a read and one a write",
         "eager: operator by operator",
         "paper: by table 1 of arXiv 2603.15031",
         "at start: exact is the plain residual; scaled is it up to a factor",
     ):
-        assert words in shown
+        assert words in output
 
 
 def test_parameters_are_in_units_of_the_width(rows):

@@ -1,4 +1,4 @@
-"""Looking inside one forward pass: who reads whom, what each part says, and what happens without it."""
+"""The inspector: who reads whom in one forward pass, and the effect of each part."""
 
 from .forward_pass import ForwardPass, Removal, Top
 from .inspection import Inspection

@@ -38,8 +38,8 @@ class ForwardPass:
 
     name: str  # of the model, as the page shows it
     residual: str
-    # `mixing` is a "scalar" a token; the average of one per "channel"; of an "operator", how much of
-    # the source itself is in its share.
+    # `mixing` is a "scalar" a token; the average of one per "channel"; of an "operator", how much
+    # of the source itself is in its share.
     mixes: str
     kinds: tuple[str, ...]  # of the L sublayers
     tokens: tuple[str, ...]  # as text

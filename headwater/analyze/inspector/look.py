@@ -37,18 +37,21 @@ def inspect(
     top: int = 5,
     removals: Removals = "auto",
 ) -> Inspection:
-    """Look inside one forward pass: who reads whom, what each part says, and what happens without it.
+    """Look inside one forward pass: who reads whom, what each part says, and its effect.
 
     Arguments:
-        model: a `Decoder`, or a transformers model that `headwater.convert` has converted. It is left as it was.
+        model: a `Decoder`, or a transformers model that `headwater.convert` has converted. It is
+        left as it was.
         tokens: (T) or (1, T), two at least and within the model's context.
         tokenizer: anything with `decode(ids)`; without one, tokens are shown by their numbers.
         name: what the page calls the model; by default its residual.
         top: how many of the likeliest tokens are kept of each read and source.
-        removals: what is taken away to see its effect: "none"; "sources", each source at all reads (S forward passes);
-            "pairs", also at each read alone (about S^2 / 2 more); "auto": pairs where they take about a minute.
+        removals: what is taken away to see its effect: "none"; "sources", each source at all reads
+            (S forward passes); "pairs", also at each read alone (about S^2 / 2 more); "auto": pairs
+            where they take about a minute.
 
-    Returns an `Inspection`: tensors by read, source and token, `.to_html()`, `.to_json()`; a notebook draws it.
+    Returns an `Inspection`: tensors by read, source and token, `.to_html()`, `.to_json()`; a
+    notebook draws it.
     Raises UserError for a model without a residual of headwater, and for tokens that do not fit it.
 
         run = load_run("runs/first")
@@ -58,6 +61,7 @@ def inspect(
     subject = Subject(model)
     rows = _checked(tokens, model)
     with evaluating(model):
+        # One pass with everything in it.
         trace, norm, logits, experts = subject.trace(rows)
         shares = Shares(subject.residual, trace.sources, trace.reads)
         loss = losses(logits, rows)[0]
@@ -68,15 +72,16 @@ def inspect(
         if removals == "auto":
             removals = _affordable(subject, rows.shape[1])
         everywhere: list[Place] = [(None, source) for source in range(len(trace.sources))]
-        pairs: list[Place] = [
-            (read, source) for read in range(len(trace.reads)) for source in range(read + 1)
-        ]
+        pairs: list[Place] = []
+        for read in range(len(trace.reads)):
+            pairs += [(read, source) for source in range(read + 1)]
         removed = removed_at = None
         if removals in ("sources", "pairs"):
             removed = remove(subject, rows, shares, everywhere, loss, top, logits.shape[-1])
         if removals == "pairs":
             removed_at = remove(subject, rows, shares, pairs, loss, top, logits.shape[-1])
 
+    # The text of every token that stands anywhere.
     ids = tuple(rows[0].tolist())
     tops = [reads, sources, *(effect.top for effect in (removed, removed_at) if effect)]
     texts = _texts(tokenizer, ids, tops)
@@ -175,13 +180,17 @@ def _parts(residual: Residual, trace: Trace, shares: Shares) -> dict[str, Tensor
 def _affordable(subject: Subject, length: int) -> Removals:
     parameters = sum(p.numel() for p in subject.model.parameters())
     device = next(subject.model.parameters()).device.type
-    cost = 2 * parameters * length * len(subject.kinds) ** 2 / 2
+    # A pass takes two operations per parameter and token; there are S^2 / 2 pairs.
+    passes = len(subject.kinds) ** 2 / 2
+    cost = 2 * parameters * length * passes
     return "pairs" if cost < CHEAP.get(device, CHEAP["cpu"]) else "sources"
 
 
 def _texts(tokenizer: Decodes | None, ids: Sequence[int], tops: Sequence[Top]) -> dict[int, str]:
-    used = sorted(set(ids).union(*(top.ids.unique().tolist() for top in tops)))
-    return {token: _text(tokenizer, token) for token in used}
+    used = set(ids)
+    for top in tops:
+        used.update(top.ids.unique().tolist())
+    return {token: _text(tokenizer, token) for token in sorted(used)}
 
 
 def _text(tokenizer: Decodes | None, token: int) -> str:

@@ -1,7 +1,8 @@
-"""The inspector's page: one HTML file with its data inside, or the same page served with a prompt box.
+"""The inspector's page: one HTML file with its data, or the same page served with a prompt box.
 
-Numbers travel as fixed point, as few bytes each as keep them within 8e-6; a page of 128 tokens and 24 layers stays
-under 3 MB. Text enters through JSON that cannot close its element and, in the page, through textContent alone.
+Numbers travel as fixed point, as few bytes each as keep them within 8e-6; a page of 128 tokens and
+24 layers stays under 3 MB. Text enters through JSON that cannot close its element and, in the page,
+through textContent alone.
 """
 
 import base64
@@ -87,6 +88,7 @@ def payload(passes: Sequence[ForwardPass], level: int = 0) -> dict[str, Any]:
 
 
 def _model(forward_pass: ForwardPass, places: dict[str, int], level: int) -> dict[str, Any]:
+    # Tokens travel as places in the list of texts.
     place_of_id = np.zeros(max(forward_pass.texts) + 1, dtype=np.int64)
     for token, words in forward_pass.texts.items():
         place_of_id[token] = places[words]
@@ -152,11 +154,16 @@ def pack(values: Tensor | np.ndarray) -> dict[str, Any]:
     low = float(flat.min(initial=0))
     span = float(flat.max(initial=0)) - low
     whole = np.issubdtype(flat.dtype, np.integer)
-    coarse = 1.0 if whole else 2 * ERROR
-    size = next((size for size in (1, 2, 3) if span <= coarse * (256**size - 1)), 4)
+
+    # As few bytes as keep steps below twice the error; whole numbers have steps of one.
+    coarsest = 1.0 if whole else 2 * ERROR
+    size = next((size for size in (1, 2, 3) if span <= coarsest * (256**size - 1)), 4)
     step = 1.0 if whole else (span / (256**size - 1) or 1.0)
+
+    # The low bytes of 32-bit integers, without the zeros above them.
     integers = np.rint((flat.astype(np.float64) - low) / step).astype("<u4")
-    data = integers.view(np.uint8).reshape(-1, 4)[:, :size].tobytes()
+    low_bytes = integers.view(np.uint8).reshape(-1, 4)[:, :size]
+    data = low_bytes.tobytes()
     return {"low": low, "step": step, "bytes": size, "data": base64.b64encode(data).decode()}
 
 

@@ -43,14 +43,17 @@ class _Remover(Watcher):
     def _without(self, x: Tensor, read: int, stream: int) -> Tensor:
         x = x.clone()
         for row, (place, source) in enumerate(self.places):
+            # A read has only the sources before it.
             if source <= read and place in (None, read):
-                x[row] = less(x[row], self.shares.of(read, source, stream).to(x.dtype))
+                share = self.shares.of(read, source, stream)
+                x[row] = less(x[row], share.to(x.dtype))
         return x
 
 
 def less(x: Tensor, share: Tensor) -> Tensor:
-    """x - share, (T, D), and zero for a token of which only rounding is left: a norm enlarges it."""
+    """Return x - share, (T, D), and zero where only rounding is left, which a norm enlarges."""
     rest = x - share
+    # Eight roundings of x: what is smaller is nothing.
     rounding = 8 * torch.finfo(x.dtype).eps * x.norm(dim=-1, keepdim=True)
     return rest.masked_fill(rest.norm(dim=-1, keepdim=True) <= rounding, 0)
 
@@ -70,12 +73,16 @@ def remove(
     tokens: (1, T). loss: the whole model's, (T - 1). top: how many tokens.
     """
     residual = subject.residual
+    # The largest tensors of a pass are the logits, and all sources together.
     per_token = max(vocabulary, residual.dim * (residual.sublayers + 1))
     batch = max(1, NUMBERS // (tokens.shape[1] * per_token))
+
+    # Each row of a batch goes without one place.
     changes, tops = [], []
     for start in range(0, len(places), batch):
-        rows = tokens.expand(len(places[start : start + batch]), -1)
-        with watched(residual, _Remover(shares, places[start : start + batch])):
+        portion = places[start : start + batch]
+        rows = tokens.expand(len(portion), -1)
+        with watched(residual, _Remover(shares, portion)):
             logits = subject.logits(rows)
         changes.append(losses(logits, rows) - loss)
         tops.append(top_of(logits, top))
@@ -85,12 +92,14 @@ def remove(
 
 
 def losses(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Nats for each next token, (B, T - 1)."""
+    """Return the loss of each next token in nats, (B, T - 1)."""
     scores = logits[:, :-1].log_softmax(-1)
-    return -scores.gather(-1, tokens[:, 1:, None]).squeeze(-1).cpu()
+    following = tokens[:, 1:, None]
+    return -scores.gather(-1, following).squeeze(-1).cpu()
 
 
 def top_of(logits: Tensor, count: int) -> Top:
-    """The likeliest tokens, (..., count), the likeliest first."""
-    probabilities, ids = logits.softmax(-1).topk(min(count, logits.shape[-1]))
+    """Return the likeliest tokens, (..., count), the likeliest first."""
+    count = min(count, logits.shape[-1])
+    probabilities, ids = logits.softmax(-1).topk(count)
     return Top(ids.cpu(), probabilities.cpu())

@@ -1,7 +1,8 @@
-"""The inspector with the live model behind it: for this machine's browser alone, and nothing is written.
+"""The inspector with the live model behind it, for this machine's browser; writes no file.
 
-It listens on 127.0.0.1. The address holds a random token, without which nothing answers; a request under another host
-name, or from another site's page, is refused, so that no page elsewhere can reach it through the browser.
+It listens on 127.0.0.1. The address holds a random token, without which nothing answers; a request
+under another host name, or from another site's page, is refused, so that no page elsewhere can
+reach it through the browser.
 """
 
 import json
@@ -30,9 +31,11 @@ HEADERS = {
 
 
 class InspectorServer(ThreadingHTTPServer):
-    """Serves the page of `look(prompt)`, and `look` of other prompts as the page asks. `port` 0: any that is free.
+    """Serves the page of `look(prompt)`, and `look` of other prompts as the page asks. `port` 0:
+    any that is free.
 
-    `address` is where a browser finds it. Use `serve_forever`, and `server_close` at the end, as of any HTTP server.
+    `address` is where a browser finds it. Use `serve_forever`, and `server_close` at the end, as of
+    any HTTP server.
     """
 
     daemon_threads = True

@@ -26,9 +26,9 @@ class Subject:
             raise UserError(_refusal(model, len(residuals)))
         if not isinstance(model, Decoder) and not hasattr(model, "get_output_embeddings"):
             raise UserError(
-                "the inspector takes headwater's Decoder, or a transformers model that is converted; got a "
-                f"{type(model).__name__}. Of a network of your own, headwater.record and headwater.mixing say who "
-                "reads whom"
+                "the inspector takes headwater's Decoder, or a transformers model that is "
+                f"converted; got a {type(model).__name__}. Of a network of your own, "
+                "headwater.record and headwater.mixing say who reads whom"
             )
         self.residual = residuals[0]
         self.head = self._head()
@@ -61,6 +61,7 @@ class Subject:
     def trace(self, tokens: Tensor) -> tuple[Trace, Norm, Tensor, dict[int, Top]]:
         """Run the model: what was read and written, the final norm as it was applied, the logits,
         and the experts that sublayers chose."""
+        # A first pass for the final norm, the logits and the experts; a second one for the trace.
         pass_ = _Pass()
         with watched(self.residual, pass_), _routed(self.model, pass_) as experts:
             logits = self.logits(tokens)
@@ -75,17 +76,18 @@ class Subject:
 
     def _check_head(self, again: Tensor, logits: Tensor) -> None:
         """Compare logits computed apart from the model, which may do more than is known here."""
-        tolerance = 1e-3 if next(self.model.parameters()).dtype == torch.float32 else 1e-2
-        apart = "of another size"
+        exact = next(self.model.parameters()).dtype == torch.float32
+        tolerance = 1e-3 if exact else 1e-2
+        difference = "have another shape"
         if again.shape == logits.shape:
             if torch.allclose(again, logits, rtol=tolerance, atol=tolerance):
                 return
-            apart = f"{(again - logits).abs().max():.2g} apart"
+            difference = f"differ by {(again - logits).abs().max():.2g}"
         raise UserError(
-            f"what a part of this {type(self.model).__name__} says is its output head after the final norm, and on the "
-            f"final read that must be the model's logits; they are {apart}, so the model does something between its "
-            "norm and its logits that the inspector does not know. headwater.record and headwater.mixing, which need "
-            "no head, still work on it"
+            f"cannot inspect this {type(self.model).__name__}: its final norm and output head, "
+            f"applied to the final read, should give the model's logits, but {difference}. The "
+            "model must do something else in between. headwater.record and headwater.mixing, which "
+            "need no head, work on it"
         )
 
 

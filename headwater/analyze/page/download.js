@@ -11,10 +11,13 @@ function mapRows() {
 const measureRows = (key) => [["residual", "step", "sublayer", "kind", key], ...deep.flatMap((group) =>
   (frameOf(group)[key] || []).map((value, i) => [group.label, frameOf(group).step, i, group.depth.kinds[i] ?? "final read", value]))];
 function tableRows() {
-  const cellValue = ({ dataset, textContent }) => (dataset.value === undefined ? textContent : Number(dataset.value));
-  if (document.body.classList.contains("matrix")) return [...host("table").rows].map((row) => [...row.cells].map(cellValue));
   const keys = Object.keys(groups[0].results[0]);
   return [["residual", ...keys], ...groups.flatMap((group) => group.results.map((run) => [group.label, ...keys.map((key) => run[key])]))];
+}
+
+function mixingRows() {
+  const cellValue = ({ dataset, textContent }) => (dataset.value === undefined ? textContent : Number(dataset.value));
+  return [...host("mixing").rows].map((row) => [...row.cells].map(cellValue));
 }
 
 function addKey(root, where, width, y, side) {
@@ -33,7 +36,7 @@ function addKey(root, where, width, y, side) {
 }
 
 const SAVES = {
-  table: [null, "Results", tableRows], page: [null, "Everything", null],
+  table: [null, "Results", tableRows], mixing: [null, "Measures of the maps", mixingRows], page: [null, "Everything", null],
   eval: ["eval", "Validation loss", () => curveRows("eval")], train: ["train", "Training loss, smoothed", () => curveRows("train")],
   difference: ["difference", "Validation loss, minus the baseline", () => curveRows("difference")], maps: ["maps", "What each sublayer reads", mapRows],
   ...Object.fromEntries(MEASURES.map(([key, title]) => [`measure-${key}`, [`measure-${key}`, title, () => measureRows(key)]])),

@@ -15,7 +15,8 @@ function explore(svg, view) {
   };
   svg.addEventListener("pointermove", pointer);
   svg.addEventListener("pointerdown", pointer);
-  svg.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") leave(); });
+  // Scrolling moves charts away from a pointer that rests: what the arrow keys chose elsewhere stays chosen.
+  svg.addEventListener("pointerleave", (event) => { if (active === view && event.pointerType !== "touch") leave(); });
   svg.addEventListener("blur", () => { if (active === view) leave(); });  // a finger has chosen elsewhere by now
   svg.addEventListener("keydown", (event) => {
     const step = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];

@@ -25,11 +25,10 @@ function addControls() {
   const bases = new Set(groups.filter(subtractable).map(baselineOf));
   const minusBase = bases.size ? [["difference", `minus ${bases.size === 1 ? [...bases][0].label : "the baseline"}`]] : [];
   host("rows").append(choice("rows", "Weights", [["share", "each row sums to one"], ["applied", "as applied"], ...minusBase], ...set("rows", drawMaps)));
-  const charts = !document.body.classList.contains("matrix");  // whose marks are dots; those of maps are bars
-  host("kinds").append("Marks beside the rows", charts ? ", under the columns and in the charts below: " : " and under the columns: ", ...kinds.slice(0, 2).map((kind) => {
+  host("kinds").append("Marks beside the rows, under the columns and in the charts below: ", ...kinds.slice(0, 2).map((kind) => {
     const more = kinds.indexOf(kind) && kinds.length > 2 ? "other sublayers" : kind, mark = { class: `kind${hollow(kind)}` };
     const bar = make("rect", { ...mark, x: 1, y: 1, width: 4, height: 8, "stroke-width": 0.6 }), dot = make("circle", { ...mark, cx: 13, cy: 5, r: 4 });
-    return make("span", {}, make("svg", { width: charts ? 18 : 6, height: 10 }, bar, ...(charts ? [dot] : [])), more);
+    return make("span", {}, make("svg", { width: 18, height: 10 }, bar, dot), more);
   }));
   addSlider();
 }
@@ -62,6 +61,7 @@ drawLegends();
 addControls();
 draw();
 sortable(host("table"));
+if (host("mixing")) sortable(host("mixing"));
 addSaves();
 let width = innerWidth;
 addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; draw(); } });
