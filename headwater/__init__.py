@@ -63,6 +63,7 @@ __all__ = [
     "verify",
 ]
 
+# headwater.hf.reset needs no other import
 _rooms = {
     "analyze",
     "errors",
@@ -71,8 +72,9 @@ _rooms = {
     "models",
     "ops",
     "residuals",
+    "stages",
     "train",
-}  # headwater.hf.reset needs no other import
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -87,7 +89,6 @@ def __dir__() -> list[str]:
     return [*__all__, *_rooms, "__version__"]
 
 
-if (
-    "transformers.models.auto.modeling_auto" in sys.modules
-):  # then it costs nothing to make converted models known
+# Then it costs nothing to make converted models known
+if "transformers.models.auto.modeling_auto" in sys.modules:
     import_module(".hf", __name__)

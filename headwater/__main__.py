@@ -23,8 +23,9 @@ def main() -> int:
 def stop(signum: int, frame: FrameType | None) -> None:
     """Handle Ctrl-C: end at once while something is imported, else raise KeyboardInterrupt.
 
-    An import that an exception cuts short leaves half a module behind, and some libraries take the exception for "it is
-    not installed" and go on. Nothing of the user's is at stake as early as that.
+    An import that an exception cuts short leaves half a module behind, and some libraries take the
+    exception for "it is not installed" and go on. Nothing of the user's is at stake as early as
+    that.
     """
     if importing(frame):
         say_stopped()

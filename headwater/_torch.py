@@ -1,7 +1,10 @@
-"""Everything that headwater takes from PyTorch's private parts, and what stands in where a release lacks one.
+"""Everything that headwater takes from PyTorch's private parts, and what stands in where a release
+lacks one.
 
-Each name below says why the public way is not enough. All have been seen on torch 2.10, 2.11, 2.13 and 2.15;
-`tests/test_torch_private.py` compares each with its public way, and hides it to see that the rest still works.
+Each name below says why the public way is not enough. All have been seen on torch 2.10, 2.11, 2.13
+and 2.15;
+`tests/test_torch_private.py` compares each with its public way, and hides it to see that the rest
+    still works.
 """
 
 from __future__ import annotations
@@ -32,13 +35,15 @@ def find(path: str) -> Any:
         return None
 
 
-# Autograd. `Function.apply` looks for leftovers of functorch in every argument, in Python: as long as a launch takes.
+# Autograd. `Function.apply` looks for leftovers of functorch in every argument, in Python: as long
+# as a launch takes.
 
 _transforms_active = find("torch._C._are_functorch_transforms_active")
 
 
 def transformed() -> bool:
-    """Return whether a transform of torch.func is active, such as grad or vmap. Else: unknown; `apply` refuses them."""
+    """Return whether a transform of torch.func is active, such as grad or vmap. Else: unknown;
+    `apply` refuses them."""
     return (
         _transforms_active is not None
         and not torch.compiler.is_compiling()
@@ -47,20 +52,23 @@ def transformed() -> bool:
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """function.apply(*args), without that search where no functorch transform is active. Else: as it is."""
+    """function.apply(*args), without that search where no functorch transform is active. Else: as
+    it is."""
     if _transforms_active is None or torch.compiler.is_compiling() or _transforms_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
-# To add to a gradient in place one must be alone with it, and autograd gives one to several: to the terms of a sum, to
-# the caller of `autograd.grad`. Nothing public counts them. Else: assume that another has it.
+# To add to a gradient in place one must be alone with it, and autograd gives one to several: to the
+# terms of a sum, to the caller of `autograd.grad`. Nothing public counts them. Else: assume that
+# another has it.
 
 _use_count: Any = getattr(Tensor, "_use_count", None)
 
 
 def alone(gradient: Tensor) -> bool:
-    """Return whether a backward is the only one that has this gradient, which another backward returned.
+    """Return whether a backward is the only one that has this gradient, which another backward
+    returned.
 
     A reference that Python keeps, such as a hook's, is not counted.
     """
@@ -82,14 +90,16 @@ class _Counted(torch.autograd.Function):
 
 @functools.cache
 def _least_uses() -> int:
-    """The count of a gradient that a backward has alone: what the engine itself holds differs between releases."""
+    """The count of a gradient that a backward has alone: what the engine itself holds differs
+    between releases."""
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.zeros(1, device="cpu", requires_grad=True)
         torch.autograd.grad(_Counted.apply(_Counted.apply(x)), x)
     return _Counted.counts[-1]
 
 
-# Hooks. Nothing public says whether a call of a module runs more than its forward. Else: only its own are known.
+# Hooks. Nothing public says whether a call of a module runs more than its forward. Else: only its
+# own are known.
 
 _hooks_of_all: Callable[[], Any] = find("torch.nn.modules.module._has_any_global_hook") or (
     lambda: False
@@ -102,32 +112,38 @@ def hooked(module: torch.nn.Module) -> bool:
     return bool(forward or module._backward_pre_hooks or module._backward_hooks or _hooks_of_all())
 
 
-# Dispatch. Nothing public says whether fake tensors or another mode are listening. Else: assume that one is.
+# Dispatch. Nothing public says whether fake tensors or another mode are listening. Else: assume
+# that one is.
 
 _dispatch_mode = find("torch.utils._python_dispatch._get_current_dispatch_mode")
 
 
 def traced() -> bool:
-    """Return whether something may want to see operators instead of what they run: torch.compile, a dispatch mode."""
+    """Return whether something may want to see operators instead of what they run: torch.compile, a
+    dispatch mode."""
     return _dispatch_mode is None or torch.compiler.is_compiling() or _dispatch_mode() is not None
 
 
 class _FunctionMode(TorchFunctionMode):
-    """Stands in for a dispatch mode: sees calls of PyTorch's functions, of which some are several operators."""
+    """Stands in for a dispatch mode: sees calls of PyTorch's functions, of which some are several
+    operators."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        # A shape or a device is no result of an operator.
         if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
-            return result  # a shape, a device
+            return result
         return self.__torch_dispatch__(lambda *_, **__: result, types, args, kwargs)  # type: ignore[attr-defined]
 
 
-# A class to derive from, which sees every operator; PyTorch's documentation names it by this private path.
+# A class to derive from, which sees every operator; PyTorch's documentation names it by this
+# private path.
 TorchDispatchMode: Any = find("torch.utils._python_dispatch.TorchDispatchMode") or _FunctionMode
 
 
 def tree_leaves(tree: Any) -> Iterator[Any]:
-    """Yield what nested tuples, lists and dicts hold. PyTorch's own function for that is private."""
+    """Yield what nested tuples, lists and dicts hold. PyTorch's own function for that is
+    private."""
     if isinstance(tree, tuple | list):
         for branch in tree:
             yield from tree_leaves(branch)
@@ -137,17 +153,20 @@ def tree_leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-# Tensors without data. The meta device is public, and autocast does not know it: dtypes would come out wrong.
+# Tensors without data. The meta device is public, and autocast does not know it: dtypes would come
+# out wrong.
 
 
 def without_data() -> AbstractContextManager[Any]:
-    """Inside, operators compute shapes and dtypes, and allocate nothing. Else: they compute, which costs memory."""
+    """Inside, operators compute shapes and dtypes, and allocate nothing. Else: they compute, which
+    costs memory."""
     mode = find("torch._subclasses.fake_tensor.FakeTensorMode")
     return nullcontext() if mode is None else mode()
 
 
 def storage_key(tensor: Tensor) -> int:
-    """The same number for tensors that share memory, of fake tensors too (which have no address), while it is alive."""
+    """The same number for tensors that share memory, of fake tensors too (which have no address),
+    while it is alive."""
     return StorageWeakRef(tensor.untyped_storage()).cdata
 
 
@@ -173,7 +192,8 @@ def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     return list(_foreach_norm(list(tensors)))
 
 
-# The device that kernels are launched on: asked before every launch, where the public ways take microseconds.
+# The device that kernels are launched on: asked before every launch, where the public ways take
+# microseconds.
 
 current_device: Callable[[], int] = find("torch._C._cuda_getDevice") or torch.cuda.current_device
 
@@ -186,7 +206,8 @@ current_stream: Callable[[int], int] = find("torch._C._cuda_getCurrentRawStream"
 """The address of the current stream of a device."""
 
 
-# Collectives that torch.compile keeps in its graph, in an autograd function's backward too: they go by a group's name.
+# Collectives that torch.compile keeps in its graph, in an autograd function's backward too: they go
+# by a group's name.
 
 _functional: Any = (
     torch.ops._c10d_functional if hasattr(torch.ops._c10d_functional, "wait_tensor") else None
@@ -227,7 +248,8 @@ def all_reduce(x: Tensor, group: str) -> Tensor:
     return out
 
 
-# Divided tensors. DTensor does not say where its part lies. Else: worked out for plain shards, as `torch.chunk` cuts.
+# Divided tensors. DTensor does not say where its part lies. Else: worked out for plain shards, as
+# `torch.chunk` cuts.
 
 
 def local_rectangle(whole: DTensor) -> tuple[slice, ...]:
@@ -249,8 +271,8 @@ def _cut_in_order(whole: DTensor) -> tuple[slice, ...]:
             continue
         if type(placement) is not Shard:
             raise NotImplementedError(
-                f"with torch {torch.__version__} a rank's part is known of Shard and Replicate alone, not of "
-                f"{type(placement).__name__}: use torch 2.10 to 2.15"
+                f"with torch {torch.__version__} a rank's part is known of Shard and Replicate only, "
+                f"not of {type(placement).__name__}: use torch 2.10 to 2.15"
             )
         first, stop = bounds[placement.dim]
         step = math.ceil((stop - first) / ranks)
@@ -258,7 +280,19 @@ def _cut_in_order(whole: DTensor) -> tuple[slice, ...]:
     return tuple(slice(*bound) for bound in bounds)
 
 
-# Muon's iteration, for one matrix that is not a parameter. Else: an optimizer for that matrix alone.
+# The compiler gives up on a function after eight versions, and blocks of all depths share one. Else:
+# it gives up.
+
+
+def allow_recompiles(count: int) -> None:
+    """Let torch.compile make at least `count` versions of a function."""
+    config = find("torch._dynamo.config")
+    if config is not None and hasattr(config, "recompile_limit"):
+        config.recompile_limit = max(config.recompile_limit, count)
+
+
+# Muon's iteration, for one matrix that is not a parameter. Else: an optimizer for that matrix
+# alone.
 
 
 def newton_schulz(
@@ -268,9 +302,8 @@ def newton_schulz(
     iterate = find("torch.optim._muon._zeropower_via_newtonschulz")
     if iterate is not None:
         return iterate(matrix, coefficients, steps, eps)
-    wide = (
-        matrix.bfloat16().T if matrix.shape[0] > matrix.shape[1] else matrix.bfloat16()
-    )  # whose rate is not adjusted
+    # Whose rate is not adjusted
+    wide = matrix.bfloat16().T if matrix.shape[0] > matrix.shape[1] else matrix.bfloat16()
     weight = torch.nn.Parameter(torch.zeros_like(wide))
     weight.grad = wide
     options: dict[str, Any] = {"ns_coefficients": coefficients, "ns_steps": steps, "eps": eps}
@@ -282,17 +315,20 @@ def newton_schulz(
 
 
 def adjusted_rate(rate: float, kind: str | None, shape: Sequence[int]) -> float:
-    """Muon's learning rate for a matrix of a shape, by the formulas of torch.optim.Muon's documentation."""
+    """Muon's learning rate for a matrix of a shape, by the formulas of torch.optim.Muon's
+    documentation."""
     rows, columns = shape[:2]
     if kind is None or kind == "original":
         return rate * math.sqrt(max(1, rows / columns))
     return rate * (0.2 * math.sqrt(max(rows, columns)))
 
 
-# Steps that the host does not judge. It is how torch.amp.GradScaler speaks to fused optimizers; there is no other way.
+# Steps that the host does not judge. It is how torch.amp.GradScaler speaks to fused optimizers;
+# there is no other way.
 
 
 def skip_where(optimizer: torch.optim.Optimizer, bad: Tensor) -> None:
-    """Let each later step of a fused optimizer change nothing while `bad`, a float on its device, is one."""
+    """Let each later step of a fused optimizer change nothing while `bad`, a float on its device,
+    is one."""
     optimizer.found_inf = bad  # type: ignore[attr-defined]
     optimizer.grad_scale = None  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Describe this machine for a bug report or before a long run: packages, devices, and what runs on them."""
+"""Describe this machine for a bug report or before a long run: packages, devices, backends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from headwater import __version__
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Package, the least release that pyproject.toml allows and the newest that the tests have run with; what needs it.
+# Package, the least release that pyproject.toml allows and the newest that the tests have run with;
+# what needs it.
 PACKAGES = (
     ("torch", "2.10", "2.15", "everything"),
     ("triton", "3.6", "3.9", "the fused reads on a GPU"),
@@ -34,7 +35,8 @@ Finding = tuple[str, str, bool]  # what, how it stands, whether that is a proble
 def examine() -> list[Finding]:
     """Look at this machine; nothing is written, and no GPU memory is taken beyond a few kilobytes.
 
-    Returns (what, how it stands, whether it is a problem) for the program, each package, the device and the cache.
+    Returns (what, how it stands, whether it is a problem) for the program, each package, the device
+    and the cache.
 
         for name, state, problem in examine():
             print("!" if problem else " ", name, state)

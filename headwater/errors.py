@@ -1,8 +1,9 @@
 """The errors a user can cause, importable without torch: the command prints the message alone.
 
-How a message names a setting: `f"try a lower {spell('optim.lr')}"` reads `--lr` under the command and
-`optim.lr` elsewhere; `spell("train.graph", False)` is `--no-graph`, or `train.graph = false`. Arguments
-of a function have no section: `spell("out")`. A whole command to copy is `command("train", out=folder)`.
+How a message names a setting: `f"try a lower {spell('optim.lr')}"` reads `--lr` under the command
+and `optim.lr` elsewhere; `spell("train.graph", False)` is `--no-graph`, or `train.graph = false`.
+Arguments of a function have no section: `spell("out")`. A whole command to copy is
+`command("train", out=folder)`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Spelling = Callable[[str, Any], str]
 
 
 def dotted(setting: str, value: Any = None) -> str:
-    """Spell a setting as files have it, and nearly as Python does: `optim.lr`, `train.graph = false`."""
+    """Spell a setting as files have it: `optim.lr`, `train.graph = false`."""
     return setting if value is None else f"{setting} = {json.dumps(value, default=str)}"
 
 
@@ -70,7 +71,7 @@ def spell(setting: str, value: Any = None) -> str:
 
 @contextmanager
 def spelling(style: Spelling) -> Iterator[None]:
-    """Spell settings in this style inside: `as_flag` in the command, `dotted` in files and Python."""
+    """Spell settings in this style inside: `as_flag` in the command, `dotted` elsewhere."""
     # One for the process, not for the thread: threads that load and save speak to the same user.
     global _spelling
     before, _spelling = _spelling, style
@@ -81,7 +82,7 @@ def spelling(style: Spelling) -> Iterator[None]:
 
 
 class UserError(Exception):
-    """What is wrong, where, and what to do about it, in one message."""
+    """An error that a user can mend: its message says what is wrong and what to do."""
 
     exit_code = 1
 
@@ -124,12 +125,12 @@ def nearest(word: str, valid: Iterable[str]) -> str:
 Shapes = Mapping[str, Sequence[int]]
 
 
-def check_fit(expected: Shapes, found: Shapes, what: str) -> None:
+def check_fit(expected: Shapes, actual: Shapes, what: str) -> None:
     """Check that weights fit a model: every tensor is there in its shape, and no other.
 
     Arguments:
         expected: the tensors of the model, name to shape.
-        found: the tensors of the file or state dict, name to shape.
+        actual: the tensors of the file or state dict, name to shape.
         what: the beginning of the message, such as "weights do not fit the model".
 
     Raises: ValueError that names tensors that are missing or not expected, else the first whose
@@ -137,18 +138,18 @@ def check_fit(expected: Shapes, found: Shapes, what: str) -> None:
 
         check_fit({"norm.weight": (64,)}, {"norm.weight": (32,)}, "weights do not fit the model")
     """
-    missing = sorted(expected.keys() - found.keys())
-    surplus = sorted(found.keys() - expected.keys())
+    missing = sorted(expected.keys() - actual.keys())
+    surplus = sorted(actual.keys() - expected.keys())
     if missing or surplus:
         raise ValueError(
             f"{what}: missing {_first(missing)}, not expected {_first(surplus)}. They must be "
             "those of a model with the same settings, such as its layers"
         )
     for name, shape in expected.items():
-        if tuple(shape) != tuple(found[name]):
+        if tuple(shape) != tuple(actual[name]):
             raise ValueError(
                 f"{what}: {name} is {tuple(shape)} in the model and "
-                f"{tuple(found[name])} in the file"
+                f"{tuple(actual[name])} in the file"
             )
 
 
@@ -159,7 +160,7 @@ def _first(names: Sequence[str]) -> str:
 
 @contextmanager
 def user_values() -> Iterator[None]:
-    """Turn a ValueError of the rooms below into a UserError: inside, every value came from the user."""
+    """Turn a ValueError into a UserError inside, where every value comes from the user."""
     try:
         yield
     except UserError:

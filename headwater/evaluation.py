@@ -8,7 +8,8 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, the model and all that is in it are in evaluation mode; afterwards each module is in the mode it had:
+    """Inside, the model and all that is in it are in evaluation mode; afterwards each module is in
+    the mode it had:
     `model.train()` would wake those that their owner has frozen."""
     training = [module for module in model.modules() if module.training]
     for module in training:

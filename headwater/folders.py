@@ -1,7 +1,7 @@
-"""Files and folders that are written whole or not at all, and the hashes beside them. No torch here.
+"""Files and folders that are written whole or not at all, and the hashes beside them.
 
-What is written stands under another name until it is complete and on the disk; then one rename puts it in its place.
-So a reader never sees half of it, and after a power cut it is there or it is not.
+What is written stands under another name until it is complete and on the disk; then one rename puts
+it in its place. So a reader never sees half of it, and after a power cut it is there or it is not.
 """
 
 from __future__ import annotations
@@ -22,11 +22,24 @@ from headwater.errors import Interrupted, UserError
 
 HASHES = "SHA256SUMS"  # in the shell's own format: `sha256sum -c SHA256SUMS` checks a folder too
 HASHED = ("*.safetensors", "tokenizer.json")  # in these files a flipped bit would go unnoticed
+PAIR = Path(__file__).parent / "demo_pair"  # two trained models that come with the package
 
 
 def at_home(path: str | Path) -> Path:
-    """A path with `~` as a folder of one's own; a name that begins with one and is nobody's stays, as in a shell."""
+    """Expand `~` as a shell does; a name that begins with `~` and is nobody's stays."""
     return Path(os.path.expanduser(path))
+
+
+def find_model(path: str | Path) -> Path:
+    """Return the folder of a model.
+
+    `demo` is the model with Block Attention Residuals of the pair in the package, unless a folder has this name;
+    `demo/standard` is the plain model beside it.
+    """
+    folder = at_home(path)
+    if folder.parts[:1] != ("demo",) or folder.exists():
+        return folder
+    return PAIR.joinpath(*folder.parts[1:] or ("attnres-block",))
 
 
 def sync(path: Path) -> None:
@@ -57,7 +70,7 @@ def write_file(path: Path, content: Iterable[bytes | memoryview]) -> str:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Give a path beside `path` to write to. At the end it is renamed to `path`; after an error it is removed."""
+    """Give a path to write to. At the end it is renamed to `path`; after an error it is removed."""
     scratch = path.with_name(f".tmp-{path.name}")
     scratch.unlink(missing_ok=True)
     try:
@@ -77,12 +90,14 @@ def replace_file(path: Path, content: bytes) -> None:
 
 @contextmanager
 def whole_folder(out: Path) -> Iterator[Path]:
-    """Give a hidden folder to write to, which becomes `out` at the end. After an error or a signal nothing is left.
+    """Give a hidden folder to write to, which becomes `out` at the end, or nothing after an error.
 
-    If `out` is there already, the hidden folder stands inside and its files move up: `out` may be a volume of its own.
-    What a killed process has left is removed by the next call. Hashes of weights and tokenizer go into SHA256SUMS.
+    If `out` is there already, the hidden folder stands inside and its files move up: `out` may be a
+    volume of its own. What a killed process has left is removed by the next call. Hashes of weights
+    and tokenizer go into SHA256SUMS.
 
-    Raises OSError that names `out` for an error of the system, such as a full disk, which safetensors says in words.
+    Raises OSError that names `out` for an error of the system, such as a full disk, which
+    safetensors says in words.
     """
     if out.exists() and not out.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(out))
@@ -118,7 +133,7 @@ def _put_in_place(partial: Path, out: Path) -> None:
 
 
 def _system_error(error: Exception, partial: Path, out: Path) -> OSError | None:
-    """The error of the system about a file of the hidden folder, as one about `out`. None for other errors."""
+    """Turn an error of the system about the hidden folder into one about `out`; None for others."""
     words = re.search(r"\(os error (\d+)\)", str(error))
     if type(error).__name__ == "SafetensorError" and words is not None:
         number = int(words[1])
@@ -150,7 +165,7 @@ def _interrupt(signum: int, frame: Any) -> None:
 
 
 def read_hashes(folder: Path) -> dict[str, str]:
-    """File name to hash, as SHA256SUMS of a folder lists them; empty where there is no such file."""
+    """Return file name to hash, as SHA256SUMS lists them; empty where there is no such file."""
     path = folder / HASHES
     if not path.is_file():
         return {}
@@ -171,7 +186,7 @@ def write_hashes(folder: Path, hashes: Mapping[str, str]) -> None:
 
 
 def _add_missing_hashes(partial: Path, out: Path) -> None:
-    """Hash what was written. Linked files are not read: their hash is there if the folder they come from had it."""
+    """Hash what was written. Linked files keep the hash of the folder that they come from."""
     hashes = read_hashes(partial)
     for path in sorted(path for pattern in HASHED for path in partial.glob(pattern)):
         if path.name not in hashes and path.stat().st_nlink == 1:

@@ -31,8 +31,8 @@ class Setting:
     above: float | None = None
     below: float | None = None
     changes: Effect = "numbers"
-    """What another value changes: the numbers of a run, only their rounding, or only what is kept,
-    what is shown and which process computes it."""
+    """Effect of another value: on the numbers of a run, only on their rounding, or only on what is
+    kept, what is shown and which process computes it."""
     resumable: bool = False
     """A run may go on with another value although it changes numbers."""
     felt_by: Literal["all", "queries"] = "all"
@@ -110,7 +110,8 @@ def types_of(section: Any) -> dict[str, Any]:
 
 
 def converted(value: Any, kind: Any, name: str) -> Any:
-    """Return a value as the type of its setting. Whole numbers become floats, lists become tuples."""
+    """Return a value as the type of its setting. Whole numbers become floats, lists become
+    tuples."""
     value = plain(value)
     options = options_of(kind)
     for option in options:

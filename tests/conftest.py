@@ -59,6 +59,7 @@ def pytest_configure(config):
         if importlib.util.find_spec("triton"):
             interpreter.speed_up()
             interpreter.keep_masks_boolean()
+            interpreter.round_to_nearest()
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
@@ -109,9 +110,8 @@ def script():
         spec = importlib.util.spec_from_file_location(file.stem, file)
         module = importlib.util.module_from_spec(spec)
         with pytest.MonkeyPatch.context() as patch:
-            patch.syspath_prepend(
-                str(file.parent)
-            )  # where Python looks first when it runs a script
+            # Where Python looks first when it runs a script
+            patch.syspath_prepend(str(file.parent))
             spec.loader.exec_module(module)
         return module
 

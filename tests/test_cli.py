@@ -2,8 +2,8 @@
 
 import functools
 import inspect
-import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +18,6 @@ from tinyrun import flags, tiny
 import headwater
 import headwater.generation.text_pieces
 import headwater.train
-from headwater.analyze import matrix as matrix_module
 from headwater.analyze import rates as rates_module
 from headwater.analyze import report as report_module
 from headwater.analyze import scaling as scaling_module
@@ -26,7 +25,9 @@ from headwater.analyze import scaling_report as scaling_report_module
 from headwater.analyze import table as table_module
 from headwater.analyze.scaling import Scaling
 from headwater.cli import COMMANDS, main
+from headwater.cli import training as training_module
 from headwater.cli.flags import DEMO
+from headwater.cli.parser import Parser
 from headwater.errors import UserError
 from headwater.generation.sampling import Sampling
 from headwater.models import ModelConfig, decoder
@@ -87,34 +88,48 @@ def python(*argv, **options) -> subprocess.CompletedProcess:
 
 def test_help_names_every_command(capsys):
     assert main([]) == 0
-    shown = capsys.readouterr().out
-    assert all(f"\n  {name} " in shown for name in COMMANDS)
+    output = capsys.readouterr().out
+    assert all(f"\n  {name} " in output for name in COMMANDS)
     assert main(["help"]) == 0
-    assert capsys.readouterr().out == shown
+    assert capsys.readouterr().out == output
     assert "did you mean 'compare'?" in fails(capsys, "compar")
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(capsys, command):
-    with pytest.raises(SystemExit) as caught:
-        main(["help", command])
-    assert caught.value.code == 0
-    assert f"usage: headwater {command} " in capsys.readouterr().out
 
 
 def test_help_of_train_has_every_setting_with_text_and_default(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])
-    shown = " ".join(capsys.readouterr().out.split())
+    out = capsys.readouterr().out
+    output = " ".join(out.split()).replace(", --no-", " --no-")
     for section in asdict(Config()).values():
         for name in section:
-            assert f"--{name.replace('_', '-')} " in shown.replace(", --no-", " --no-"), name
+            assert f"--{name.replace('_', '-')} " in output, name
     for line in (
-        "--steps INT Updates of the weights. (default: 500)",
-        "--optimizer {adamw,muon} muon takes",
+        "--steps INT Number of updates of the weights. At least 1. (default: 500)",
+        "--optimizer {adamw,muon} Optimizer. muon updates",
         "(default: on)",
     ):
-        assert line in shown
+        assert line in output
+    assert re.search(r"\n  size +layers +dim .*\n  nano +4 +64 +4 +2 +176 +128\n", out)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_of_sentences_that_stand_alone(capsys, monkeypatch, command):
+    with pytest.raises(SystemExit) as caught:
+        main(["help", command])
+    assert caught.value.code == 0
+    assert f"usage: headwater {command} " in capsys.readouterr().out
+    parsers = []
+
+    def stop(parser, words):
+        parsers.append(parser)
+        raise UserError("stop")
+
+    monkeypatch.setattr(Parser, "parse_known_intermixed_args", stop)
+    main([command])
+    for action in parsers[0]._actions[1:]:  # without --help
+        text = re.sub(r" \((required|default: .*)\)$", "", action.help, flags=re.DOTALL)
+        assert re.match(r"(?!Of |What |Whether |How |Where |Which )[A-Z].*\.$", text), action.help
+        assert "None" not in action.help
 
 
 def test_version_and_python_m(capsys):
@@ -123,24 +138,17 @@ def test_version_and_python_m(capsys):
     assert python("-m", "headwater", "-V").stdout == f"headwater {headwater.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["train", "--steps", "0"],
-        ["compare", "--lr", "-1"],
-        ["plan", "--batch-size", "0"],
-        ["generate", "x", "--top-p", "2"],
-    ],
-)
-def test_bad_numbers_are_refused_before_torch_is_imported(argv):
-    program = (
-        "import sys; from headwater.cli import main; code = main(sys.argv[1:]); "
-        "assert 'torch' not in sys.modules; sys.exit(code)"
-    )
-    done = python("-c", program, *argv)
-    assert done.returncode == 1
-    assert "must" in done.stderr
-    assert "Assertion" not in done.stderr
+def test_bad_numbers_are_refused_before_torch_is_imported():
+    program = "import sys; from headwater.cli import main\n"
+    for words in (
+        "train --steps 0",
+        "compare --lr -1",
+        "plan --batch-size 0",
+        "generate x --top-p 2",
+    ):
+        program += f"assert main({words.split()!r}) == 1\n"
+    output = python("-c", program + "assert 'torch' not in sys.modules")
+    assert (output.returncode, output.stderr.count(" must ")) == (0, 4), output.stderr
 
 
 @pytest.mark.parametrize("module", ["argparse", "torch"])
@@ -159,8 +167,11 @@ def test_ctrl_c_while_the_command_is_imported_is_a_line(tmp_path, module, name):
         f"sys.argv = ['headwater', 'train']\nrunpy.run_module({name!r}, run_name='__main__')"
     )
     where = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    done = python("-c", begin, cwd=tmp_path, env=where)
-    assert (done.returncode, done.stderr) == (-signal.SIGINT, "headwater: stopped by Ctrl-C\n")
+    process = python("-c", begin, cwd=tmp_path, env=where)
+    assert (process.returncode, process.stderr) == (
+        -signal.SIGINT,
+        "headwater: stopped by Ctrl-C\n",
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -195,7 +206,8 @@ def test_torchrun_starts_what_divides_its_work_and_nothing_else(capsys, monkeypa
         (["report", "nowhere"], "is not a folder"),
         (["inspect", "a", "b", "c"], "give one model or two"),
         (["verify", "a"], "the following arguments are required: FOLDERS"),
-        (["study", "absent.toml"], "no recipe at absent.toml"),
+        (["study", "absent.toml"], "cannot read the recipe absent.toml"),
+        (["residuals", "st\x1b[31mandard"], r"unknown residual 'st\x1b[31mandard'. Did you mean"),
     ],
 )
 def test_a_mistake_is_one_message(tmp_path, monkeypatch, capsys, argv, message):
@@ -221,10 +233,7 @@ def test_defaults_then_file_then_flags(tmp_path, called):
     assert (config.optim.lr, config.optim.warmup) == (1.0, 9)
     assert config.model == ModelConfig.named("deep", qk_norm=True)
     assert config.train == replace(Config().train, graph=False)
-
-
-def test_a_size_as_a_flag_overrides_the_shape_in_a_file(tmp_path, called):
-    file = tmp_path / "run.toml"
+    # A size as a flag overrides the shape in a file.
     file.write_text("[model]\ndim = 16\nlayers = 2\nheads = 2\nqk_norm = true\n")
     for words in (["--mlp-dim", "32"], ["--mlp_dim=32"]):
         config = trained(called, "--config", file, "--size", "nano", *words)["config"]
@@ -236,21 +245,17 @@ def test_a_list_takes_all_its_words_and_may_be_given_twice(called):
     assert (config.data.source, config.parallel.cuts) == (("a", "b", "c"), (2, 4))
 
 
-def test_a_path_after_an_equals_sign_leads_home_too(tmp_path, monkeypatch, called):
-    """A shell expands the tilde of `--out ~`, and leaves `--out=~` as it is."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    write_json(tmp_path / "config.json", asdict(tiny(tmp_path, steps=7)))
-    arguments = trained(called, "--out=~", "--resume")
-    assert (arguments["config"].train.steps, arguments["out"]) == (7, tmp_path)
-
-
-def test_a_resumed_run_has_the_settings_that_it_began_with(tmp_path, called):
+def test_a_resumed_run_has_the_settings_that_it_began_with(tmp_path, monkeypatch, called):
     config = tiny(tmp_path, steps=7)
     write_json(tmp_path / "config.json", asdict(config))
     arguments = trained(called, "--out", tmp_path, "--resume", "--save-every", "3")
     settings = replace(config, train=replace(config.train, save_every=3))
     assert arguments == {"config": settings, "out": tmp_path, "resume": True}
     assert trained(called, "--config", tmp_path)["config"] == config
+    # A shell expands the tilde of `--out ~`, and leaves `--out=~` as it is.
+    monkeypatch.setenv("HOME", str(tmp_path))
+    arguments = trained(called, "--out=~", "--resume")
+    assert (arguments["config"], arguments["out"]) == (config, tmp_path)
 
 
 def test_a_resumed_comparison_has_the_residuals_and_seeds_that_it_began_with(tmp_path, called):
@@ -271,14 +276,34 @@ def test_a_resumed_comparison_has_the_residuals_and_seeds_that_it_began_with(tmp
     assert (arguments["seeds"], arguments["residuals"], arguments["jobs"]) == ((8,), ("ddl",), 1)
 
 
-def test_the_demo_preset_is_a_comparison_with_the_plain_residual(called):
+def test_the_demo_looks_at_the_pair_and_then_compares_with_the_plain_residual(
+    tmp_path, called, capsys
+):
+    looked = called(training_module, "inspect")
     arguments = called(headwater.train, "compare")
     called(report_module, "write_report", Path("report.html"))
-    assert run("demo", "--jobs", "1") == 0
-    assert arguments["residuals"] == DEMO["residuals"]
+    assert run("demo", "--out", tmp_path / "demo", "--jobs", "1") == 0
+    assert looked["argv"] == ["demo", "--out", str(tmp_path / "demo-pair.html")]
     assert arguments["residuals"][0] == "standard"
-    assert arguments["config"].model == ModelConfig.named("deep", layers=12)
-    assert len(arguments["seeds"]) >= 2
+    assert arguments["config"] == DEMO["config"]
+    # With two seeds hardly any difference is significant.
+    assert len(arguments["seeds"]) >= 3
+    assert "Seconds:" in capsys.readouterr().out
+
+
+def test_the_pair_is_there_without_training(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    block = headwater.train.load_run("demo").model.config
+    plain = headwater.train.load_run("demo/standard").model.config
+    assert block.residual.startswith("attnres-block")
+    assert replace(block, residual="standard") == plain
+    assert run("inspect", "demo", "--removals", "none", "--prompt", "def f(") == 0
+    assert "attnres-block" in Path("inspect.html").read_text()
+    assert run("generate", "demo", "--prompt", "def ", "--max-new-tokens", "3") == 0
+    assert "def " in capsys.readouterr().out
+    # A folder of one's own goes first.
+    Path("demo").mkdir()
+    assert "no checkpoint in" in fails(capsys, "generate", "demo")
 
 
 # Training, and what is done with a run.
@@ -292,7 +317,7 @@ def test_bad_input_ends_with_one_message_and_writes_no_checkpoint(tmp_path, caps
     (tmp_path / "file").write_text("")
     for words, message in (
         (["--source", tmp_path / "absent"], "no corpus at"),
-        (["--source", tmp_path / "empty"], "is empty"),
+        (["--source", tmp_path / "empty"], "no corpus at"),
         (["--source", tmp_path / "short.txt", "--context", "512"], "shorter than the context"),
         (["--heads", "3"], "--heads must divide dim"),
         (["--residual", "attnres-block:block=0"], "block"),
@@ -351,20 +376,18 @@ def test_nothing_is_written_into_a_folder_that_holds_something_else(tmp_path, ca
     assert snapshot(tmp_path) == before
 
 
-def test_a_lock_that_is_a_link_leaves_what_it_leads_to_alone(tmp_path, capsys):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "precious").write_text("precious")
-    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "precious")
-    message = fails(capsys, *flags(tiny(tmp_path), tmp_path / "run"))
-    assert "is a link, and a lock must be a file" in message
-    assert (tmp_path / "precious").read_text() == "precious"
-
-
-def test_logs_and_hidden_files_may_be_there_before_a_run(tmp_path):
-    (tmp_path / "run").mkdir()
+def test_a_run_begins_beside_logs_and_leaves_what_a_link_leads_to_alone(tmp_path, capsys):
+    folder, precious = tmp_path / "run", tmp_path / "precious"
+    folder.mkdir()
     for name in ("log.txt", "nohup.out", "mine.log", ".DS_Store"):
-        (tmp_path / "run" / name).write_text("")
-    assert main(flags(tiny(tmp_path, steps=2), tmp_path / "run")) == 0
+        (folder / name).write_text("")
+    precious.write_text("precious")
+    (folder / ".lock").symlink_to(precious)
+    words = flags(tiny(tmp_path, steps=2), folder)
+    assert f"{folder}/.lock" in fails(capsys, *words)
+    assert precious.read_text() == "precious"
+    (folder / ".lock").unlink()
+    assert main(words) == 0
 
 
 def test_an_export_to_a_full_disk_leaves_nothing_and_a_second_one_works(
@@ -411,7 +434,7 @@ def test_generate_and_report_from_a_run(tmp_path, capsys):
 
     model, tokenizer = load_model(out)
     model.save(tmp_path / "saved")
-    assert "no tokenizer" in fails(capsys, "generate", tmp_path / "saved", *prompt, "12")
+    assert "tokenizer.json" in fails(capsys, "generate", tmp_path / "saved", *prompt, "12")
     tokenizer.save(tmp_path / "saved")
     assert run("generate", tmp_path / "saved", *prompt, "12") == 0
     assert capsys.readouterr().out == text
@@ -442,9 +465,9 @@ def test_every_flag_of_generate_reaches_the_sampler(tmp_path, capsys, monkeypatc
         "stops": ("end", "stop"),
         **others,
     }
-    shown = capsys.readouterr()
-    assert shown.out == "[ab] x\n[cd] yz\n"
-    assert "2 tokens of each of 2 texts in " in shown.err
+    output = capsys.readouterr()
+    assert output.out == "[ab] x\n[cd] yz\n"
+    assert "2 tokens of each of 2 texts in " in output.err
     assert "--stream shows one text" in fails(
         capsys, "generate", tmp_path, "--prompt", "ab", "cd", "--stream"
     )
@@ -456,38 +479,48 @@ def test_a_text_is_streamed_and_ctrl_c_leaves_the_line(tmp_path, capsys, monkeyp
 
     def pieces(*_, **__):
         yield ["one "]
-        yield ["two"]
+        yield ["two\x1b[2J"]  # a terminal does not obey what a model writes
         raise KeyboardInterrupt
 
     monkeypatch.setattr(headwater.generation.text_pieces, "continue_texts", pieces)
     assert run("generate", tmp_path, "--prompt", "zero ", "--stream") == 130
-    shown = capsys.readouterr()
-    assert shown.out == "zero one two\n"
-    assert shown.err == "headwater: stopped by Ctrl-C after 2 tokens\n"
+    output = capsys.readouterr()
+    assert output.out == "zero one two\\x1b[2J\n"
+    assert output.err == "headwater: stopped by Ctrl-C after 2 tokens\n"
 
 
 # Commands that look.
 
 
-def test_narrow_terminals_keep_names_and_numbers(capsys, monkeypatch):
-    for width, name in ((40, "hyper-connections:streams=2,form=static"), (120, "attnres-block")):
-        monkeypatch.setenv("COLUMNS", str(width))
-        assert main(["residuals", name]) == 0
-        shown = capsys.readouterr().out.splitlines()
-        lines = list(itertools.takewhile(lambda line: "sum_" not in line, shown))
-        assert name in "".join(lines).replace(" ", "")
-        assert "eager" in "".join(lines)
-        assert "…" not in "".join(lines)
-        assert max(map(len, lines)) <= width
+@pytest.mark.parametrize(
+    ("width", "names"),
+    [
+        (40, ["hyper-connections:streams=2,form=static"]),
+        (80, ["standard", "mhc", "hyper-connections"]),
+    ],
+)
+def test_narrow_terminals_keep_names_and_numbers(capsys, monkeypatch, width, names):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["residuals", *names]) == 0
+    output = capsys.readouterr().out.partition("traffic: passes")[0]
+    lines = output.splitlines()
+    assert max(map(len, lines)) <= width
+    assert "…" not in output
+    assert all(name in output.replace("\n", "").replace(" ", "") for name in names)
+    assert "eager" in output
+    rows = [line.split() for line in lines if line.split()[:1] in ([name] for name in names)]
+    assert [len(row) for row in rows] == [7] * (3 if width == 80 else 0), "beside each other"
 
 
 def test_a_named_residual_shows_its_options(capsys):
     assert main(["residuals", "attnres-block:block=2"]) == 0
-    shown = capsys.readouterr().out
-    assert "block=none  a whole number or none" in shown
-    assert "At initialisation: queries are zero" in shown
-    assert main(["residuals"]) == 0
-    assert "key_norm=" not in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "block=none  a whole number or none" in output
+    assert "At initialisation: queries are zero" in output
+    assert main(["residuals", "highway", "attnres-block:block=2", "--markdown"]) == 0
+    output = capsys.readouterr().out
+    assert "| `highway` |" in output
+    assert "| `attnres-block:block=2` |" in output
 
 
 def test_flags_of_residuals_reach_the_table(called, monkeypatch):
@@ -536,23 +569,23 @@ def test_scaling_names_runs_that_it_leaves_out_and_settings_that_differ(
     monkeypatch.setattr(scaling_module, "confounders_of", lambda runs, baseline: apart)
     called(scaling_module, "compare_scaling", [Scaling(name, {}, None, None, {}) for name in apart])
     assert main(["scaling", "a"]) == 0
-    shown = capsys.readouterr().out
-    assert "Left out, as they have not finished or diverged: 2 of 4 runs\n" in shown
-    assert "a in optim.lr; b in optim.clip, optim.lr\n" in shown
+    output = capsys.readouterr().out
+    assert "Left out, as they have not finished or diverged: 2 of 4 runs\n" in output
+    assert "a in optim.lr; b in optim.clip, optim.lr\n" in output
     assert main(["scaling", "a", "--lr", "best"]) == 0
     assert "explain a part of it too: b in optim.clip\n" in capsys.readouterr().out
 
 
 def test_flags_of_plan_reach_it(tmp_path, capsys, called):
     plan = called(plan_module, "make_plan")
-    told = called(plan_module, "describe", "the plan")
+    description = called(plan_module, "describe", "the plan")
     words = ["--tokenizer", "bpe", "--bpe-vocab", "999", "--batch-size", "24", "--world", "8"]
     for gpu in (True, False):
         flag = "--gpu" if gpu else "--no-gpu"
         assert main(["plan", *words, "--memory", "3", flag, "--checkpoint-activations"]) == 0
         assert (plan["world"], plan["half"], plan["fused"]) == (8, gpu, gpu)
         assert (plan["model"].vocab_size, plan["config"].train.batch_size) == (1024, 24)
-        assert list(told.values())[1:] == [3.0, True]
+        assert list(description.values())[1:] == [3.0, True]
     BPETokenizer.train([f"word{i} " for i in range(999)], 400).save(tmp_path)
     for words, size in (
         (["bytes"], 320),
@@ -566,10 +599,7 @@ def test_flags_of_plan_reach_it(tmp_path, capsys, called):
     assert (plan["model"].dim, plan["model"].layers) == (64, 1)
 
 
-def test_flags_of_report_and_matrix_reach_them(tmp_path, called):
+def test_flags_of_report_reach_it(tmp_path, called):
     report = called(report_module, "write_report", tmp_path)
     assert main(["report", "a", "b", "--out", "c.html"]) == 0
     assert report == {"folders": [Path("a"), Path("b")], "out": Path("c.html"), "models": []}
-    matrix = called(matrix_module, "write_matrix", tmp_path)
-    assert main(["matrix", "a", "--out", "c.html"]) == 0
-    assert matrix == {"folders": [Path("a")], "out": Path("c.html"), "models": []}

@@ -6,8 +6,10 @@ processes: other tests see to those.
 """
 
 import contextlib
+import doctest
 import glob
 import importlib
+import io
 import json
 import re
 import shlex
@@ -25,6 +27,7 @@ from residuals import test_contract as contract
 
 from benchmarks import tables
 from headwater import cli
+from headwater.analyze import check_residual
 from headwater.models.config import SIZES
 from headwater.residuals import build, names, registry
 from headwater.train import jobs, studies
@@ -89,9 +92,8 @@ def place(prepared, tmp_path, monkeypatch):
     """An empty folder, with commands as functions of this process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HEADWATER_CACHE", str(prepared / "cache"))
-    monkeypatch.setattr(
-        registry, "_entries", dict(registry._entries)
-    )  # what a page registers ends with it
+    # What a page registers ends with it
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setattr(jobs, "launch", in_this_process)
     # Runs are made smaller than a page says, so they are not what their folders are named after.
@@ -166,17 +168,31 @@ def run_page(page: str, prepared: Path) -> None:
 
 
 def run_blocks(blocks: list[tuple[str, str]], page: str) -> None:
+    """Run the blocks of a page; one of `text` is what the block before it prints, with ... for what varies."""
     space: dict[str, object] = {"__name__": "a_page"}
+    printed = io.StringIO()
     for language, block in blocks:
-        named = re.match(r"# (\S+\.(?:py|toml))\n", block)
-        if named:
-            Path(named[1]).write_text(block)
-            importlib.invalidate_caches()
-        elif language == "python":
-            exec(compile(block, page, "exec"), space)  # the page is ours
-        elif language == "bash":
-            for line in lines_of(block):
-                run_line(line)
+        if language == "text":
+            flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+            assert doctest.OutputChecker().check_output(block, printed.getvalue(), flags), (
+                f"{page} shows\n{block}\nbut prints\n{printed.getvalue()}"
+            )
+            continue
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            run_block(language, block, page, space)
+
+
+def run_block(language: str, block: str, page: str, space: dict[str, object]) -> None:
+    named = re.match(r"# (\S+\.(?:py|toml))\n", block)
+    if named:
+        Path(named[1]).write_text(block)
+        importlib.invalidate_caches()
+    elif language == "python":
+        exec(compile(block, page, "exec"), space)  # the page is ours
+    elif language == "bash":
+        for line in lines_of(block):
+            run_line(line)
 
 
 @pytest.mark.slow
@@ -227,7 +243,7 @@ def test_a_block_that_fails_is_noticed(place, prepared, monkeypatch):
 def test_every_language_is_known_and_what_is_not_code_parses():
     for blocks in BLOCKS.values():
         for language, block in blocks:
-            assert language in {"python", "py", "bash", "toml", "yaml"}
+            assert language in {"python", "py", "bash", "toml", "yaml", "text"}
             if language in ("toml", "yaml"):
                 assert {"toml": tomllib.loads, "yaml": yaml.safe_load}[language](block)
 
@@ -243,6 +259,15 @@ def test_tables_are_those_of_the_results():
         assert tables.filled(page.read_text(encoding="utf-8")) == page.read_text(
             encoding="utf-8"
         ), page
+
+
+def test_troubleshooting_is_headed_by_messages_that_exist():
+    headings = re.findall(r"^## (`.*)", (DOCS / "guides/troubleshooting.md").read_text(), re.M)
+    messages = [text for heading in headings for text in re.findall("`(.*?)`", heading)]
+    ours = [text for text in messages if "CUDA" not in text and "Transformers" not in text]
+    code = "".join(file.read_text() for file in (ROOT / "headwater").rglob("*.py"))
+    assert len(ours) == 5
+    assert all(text.removeprefix("GPU").strip() in code for text in ours)
 
 
 def test_every_residual_has_its_costs_and_what_has_none_on_a_gpu_is_named():
@@ -278,68 +303,72 @@ def test_there_is_one_current_set_of_results():
         assert file.read_text(encoding="utf-8") == drawn
 
 
+def cells_of(page: Path, row: str) -> list[str]:
+    """The cells after the first of a table's row, which begins with `row`."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    (line,) = [line for line in lines if line.startswith(f"| {row}")]
+    return [cell.strip() for cell in line.strip("|").split("|")[1:]]
+
+
 def test_the_numbers_of_the_readme_are_those_of_the_results():
-    readme = " ".join(README.read_text(encoding="utf-8").split())
-    decoder, stack = tables.decoder(), tables.stack()
-    for width in ("4096", "2048"):
-        (overhead,) = re.findall(rf"\| {width} \|.*\| (\S+ %) \|", decoder)
-        assert overhead in readme
-    times = dict(re.findall(r"\| (\S.+?) \| \S+ \| (\d\S+) \|", stack))
+    overhead = re.search(r"\| 4096 \|.*\| (\S+ %) \|", tables.decoder())[1]
+    assert f"takes {overhead} longer at width 4096" in cells_of(README, "pre-train")[0]
+    assert len(names()) == 20
+    assert cells_of(README, "compare architectures")[0].startswith("Twenty residuals")
+    exact = json.loads(tables.path("cpu-architectures").read_text())["exact"]
+    assert cells_of(README, "use Hugging Face")[0].startswith(f"{exact} types convert")
+    times = dict(re.findall(r"\| (\S.+?) \| \S+ \| (\d\S+) \|", tables.stack()))
     others = [
         float(ms) for name, ms in times.items() if "headwater" not in name and "plain" not in name
     ]
-    ours = times["**headwater**"]
-    assert (
-        f"the fastest other package takes {min(others) / float(ours):.1f} times as long as ours"
-        in readme
-    )
-    study, scaling = (
-        (DOCS / "results" / name).read_text(encoding="utf-8")
-        for name in ("study.md", "study-tables.md")
-    )
-    at_192 = scaling[scaling.index("Width 192") :]
-    for arm, words in (("block", "bits per byte lower than the plain residual "), ("full", "")):
-        found = re.search(
-            rf"`attnres-{arm}` \| 3 \| \S+ \| \S+ \| −(\S+) \| −(\S+) to −(\S+) \| lower \|", at_192
-        )
-        assert found
-        mean, high, low = found.groups()
-        assert f"{mean} {words}({low} to {high})" in readme
-    worth = study[study.index("<!-- worth:begin -->") :]
-    cell = r"\*\*(\S+)\*\* \((\S+ to \S+)\)"
-    found = {
-        arm: re.search(rf"`attnres-{arm}` \| [\d, ]+ \| {cell} \| {cell} \|", worth)
-        for arm in ("block", "full")
-    }
-    assert found["block"]
-    assert found["full"]
-    saved, of_it, timed, of_time = found["block"].groups()
-    assert (
-        f"Block, the plain residual needs {saved} times the compute ({of_it}) and {timed} times the time ({of_time})"
-        in readme
-    )
-    saved, of_it, timed, of_time = found["full"].groups()
-    assert f"as Full, {saved} ({of_it}) and {timed} ({of_time})" in readme
-    exact = json.loads(tables.path("cpu-architectures").read_text())["exact"]
-    assert f"{exact} types convert" in readme
-    assert "Twenty residuals" in readme
-    assert len(names()) == 20
+    slower = min(others) / float(times["**headwater**"])
+    assert f"other package takes {slower:.1f} times" in " ".join(README.read_text().split())
 
 
-def test_links_of_the_readme_lead_somewhere():
-    for page in (README, ROOT / "CONTRIBUTING.md"):
-        prose = FENCE.sub("", page.read_text(encoding="utf-8"))
-        links = [link for link in re.findall(r"\]\(([^)]+)", prose) if not link.startswith("http")]
-        assert links
-        for link in links:
-            file, _, anchor = link.partition("#")
-            text = (ROOT / file).read_text(encoding="utf-8") if file.endswith(".md") else ""
-            assert (ROOT / file).exists(), link
-            heads = {
-                re.sub(r"[^\w -]", "", head).lower().replace(" ", "-")
-                for head in re.findall(r"^#+ (.*)", text, re.M)
-            }
-            assert not anchor or anchor in heads, link
+def test_the_results_in_the_readme_are_those_of_the_study():
+    study = DOCS / "results" / "study.md"
+    runs = (DOCS / "results" / "study-tables.md").read_text(encoding="utf-8")
+    at_7_million = runs[runs.index("Width 192") :]
+    for column, arm in enumerate(("attnres-block", "attnres-full")):
+        row = rf"`{arm}` \| 3 \| \S+ \| \S+ \| (\S+) \| (\S+ to \S+) \|"
+        difference, interval = re.search(row, at_7_million).groups()
+        shown = [cells_of(README, line)[column] for line in ("bits per byte", "compute", "time")]
+        assert shown[0] == f"{difference} ({interval})"
+        _, compute, time, *_ = cells_of(study, f"`{arm}` | 6")
+        assert shown[1:] == [
+            cell.replace("**", "").replace(" ", " times ", 1) for cell in (compute, time)
+        ]
+
+
+@pytest.mark.parametrize("page", [*WRITTEN, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_links_lead_somewhere_on_a_code_host_too(page):
+    """Pages that are made when the site is built are not there: the site's hook maps links to code."""
+    prose = FENCE.sub("", page.read_text(encoding="utf-8"))
+    links = [link for link in re.findall(r"\]\(([^)]+)", prose) if not link.startswith("http")]
+    for link in links:
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        assert target.exists(), link
+        if target.suffix != ".md" or not anchor:
+            continue
+        headings = re.findall(r"^#+ (.*)", target.read_text(encoding="utf-8"), re.M)
+        anchors = {re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in headings}
+        assert anchor in anchors, link
+
+
+def test_the_example_changes_as_many_lines_as_pages_say():
+    example = (ROOT / "examples" / "own_transformer.py").read_text()
+    assert example.count("# was:") == 4
+    for text in (example, (DOCS / "guides" / "own-model.md").read_text()):
+        assert re.search(r"four lines of `?forward", text)
+
+
+def test_both_commands_are_named_wherever_one_is():
+    """make demo and make test: the README, the page on installing and the Makefile agree."""
+    for page in ("README.md", "docs/start/install.md"):
+        assert "```bash\nmake demo\nmake test\n```" in (ROOT / page).read_text()
+    first = (ROOT / "Makefile").read_text().splitlines()[0]
+    assert "`make demo` and `make test`" in first
 
 
 def test_the_readme_is_short_and_its_pictures_small():
@@ -349,7 +378,7 @@ def test_the_readme_is_short_and_its_pictures_small():
     assert max((ROOT / file).stat().st_size for file in shown) < 200_000
 
 
-def test_the_example_of_a_residual_keeps_the_contract(tmp_path, monkeypatch):
+def test_the_example_of_a_residual_keeps_the_contract(monkeypatch):
     """The module as it stands, through the tests that every residual passes."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.setattr(registry, "_entries", dict(registry._entries))  # other tests do not know it
@@ -357,13 +386,8 @@ def test_the_example_of_a_residual_keeps_the_contract(tmp_path, monkeypatch):
     importlib.import_module("new_residual")
     (name,) = set(names()) - before
     for spec in (name, f"{name}:start=0.5"):
-        contract.test_gradients_reach_every_parameter(spec)
+        assert not any(check_residual(spec).values())
         contract.test_activation_checkpointing_changes_nothing(spec)
-        contract.test_saved_and_loaded_is_the_same_model(spec, tmp_path / spec.replace(":", "-"))
-        contract.test_decoding_with_a_cache_equals_decoding_without(spec)
-        contract.test_it_starts_as_it_says(spec)
-        contract.test_the_mixing_matrix_gives_back_the_reads(spec)
-        contract.test_state_is_a_value(spec)
         contract.test_bf16_reads_are_a_few_roundings_from_fp32(spec)
     residual = build(f"{name}:start=0.5", dim=16, sublayers=4)
     state = residual.begin(torch.randn(2, 3, 16))

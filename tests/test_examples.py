@@ -23,9 +23,8 @@ def run(tmp_path, monkeypatch, capsys):
     """Run an example in an empty folder, and return what it prints."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HEADWATER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(
-        registry, "_entries", dict(registry._entries)
-    )  # what an example registers ends with it
+    # What an example registers ends with it
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     (tmp_path / "text.txt").write_text("a river runs from its headwater to the sea. " * 400)
 
     def start(name: str, *arguments: str) -> str:

@@ -28,19 +28,14 @@ ARROWS = {
     "generation": {*BELOW_ALL, "ops", "residuals", "models"},
     # A run's settings hold those of its model: models/config.py, which imports no torch.
     "runs": {*BELOW_ALL, "models"},
-    "train": {*BELOW_ALL, "ops", "residuals", "models", "generation", "runs"},
-    "hf": {*BELOW_ALL, "ops", "residuals"},
+    # What crosses the cuts of a pipeline, for headwater's own trainer and for other engines.
+    "stages": {*BELOW_ALL, "residuals"},
+    "train": {*BELOW_ALL, "ops", "residuals", "models", "generation", "runs", "stages"},
+    "integrations": {*BELOW_ALL, "residuals", "stages", "hf"},
+    "hf": {*BELOW_ALL, "ops", "residuals", "models", "generation"},
     "analyze": {*BELOW_ALL, "ops", "residuals", "models", "runs"},
     "__main__": {"cli"},  # the command line itself, and __init__.py, may import anything
     "doctor": {"ops"},
-}
-
-# One file, not its room: how the files of a run become whole tensors is known in train alone; a decoder with parts that
-# no model of transformers has is exported as itself; and a Kimi Linear checkpoint becomes a decoder.
-BESIDES = {
-    "hf/formats/run.py": {"train"},
-    "hf/formats/decoder.py": {"models"},
-    "hf/formats/kimi.py": {"models"},
 }
 
 # PyTorch's private parts stand in one file, each with its reason, the versions it was seen on, and a test.
@@ -49,14 +44,10 @@ PRIVATE_TORCH = "_torch.py"
 # Private names of others for which there is no public way, by the file that uses them.
 NO_PUBLIC_WAY = {
     ("hf/formats/folder.py", "_model_mapping"),  # the same, of a folder
-    (
-        "hf/convert/classes.py",
-        "_model_mapping",
-    ),  # of transformers' Auto classes: which class a config stands for
-    (
-        "hf/convert/depth.py",
-        "_is_hf_initialized",
-    ),  # transformers' mark on a tensor that has its value already
+    # Of transformers' Auto classes: which class a config stands for
+    ("hf/convert/classes.py", "_model_mapping"),
+    # transformers' mark on a tensor that has its value already
+    ("hf/convert/depth.py", "_is_hf_initialized"),
 }
 
 
@@ -130,9 +121,7 @@ def against_the_arrows(package: Path) -> list[str]:
                 and names[1:2]
                 and names[1] in {room(file) for file in trees}
             )
-            if known and names[1] not in ARROWS[room(file)] | {room(file)} | BESIDES.get(
-                file, set()
-            ):
+            if known and names[1] not in ARROWS[room(file)] | {room(file)}:
                 found.append(str(one))
     return found
 
@@ -216,9 +205,8 @@ def names_of_torch(tree: ast.Module) -> dict[str, str]:
         for alias in node.names:
             module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             if f"{module}{alias.name}".split(".")[0] == "torch" and not getattr(node, "level", 0):
-                whole = (
-                    module or alias.asname
-                )  # `import torch.nn` binds torch; `import torch.nn as nn` binds nn
+                # `import torch.nn` binds torch; `import torch.nn as nn` binds nn
+                whole = module or alias.asname
                 known[alias.asname or alias.name.split(".")[0]] = (
                     f"{module}{alias.name}" if whole else "torch"
                 )
@@ -303,9 +291,8 @@ def test_no_file_uses_the_private_parts_of_another():
 
 def unchecked(package: Path) -> list[str]:
     """Imports from modules that mypy is told to skip: it would take them for Any, and check nothing of their use."""
-    from transformers import (
-        _class_to_module as places,
-    )  # what `from transformers import NAME` finds where
+    # What `from transformers import NAME` finds where
+    from transformers import _class_to_module as places
 
     settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["mypy"][
         "overrides"
@@ -427,16 +414,8 @@ def test_imports_stay_light(statement, unwanted):
 
 def test_a_room_needs_no_import_of_its_own():
     """The guides write `headwater.hf.save_delta` and `headwater.analyze.check_residual` after `import headwater`."""
-    rooms = (
-        "errors",
-        "ops",
-        "residuals",
-        "models",
-        "generation",
-        "hf",
-        "train",
-        "analyze",
-    )  # none before one that it imports
+    # None before one that it imports
+    rooms = ("errors", "ops", "residuals", "models", "generation", "hf", "train", "analyze")
     probe = "; ".join(
         f"assert '{room}' not in vars(headwater); print(headwater.{room}.__name__)"
         for room in rooms

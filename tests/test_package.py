@@ -84,7 +84,8 @@ def test_a_wheel_works_where_nothing_of_the_repository_is(wheel, tmp_path):
     program = (
         "import sys; sys.path.insert(0, 'site'); import headwater; from headwater.cli import main\n"
         "assert headwater.__file__.endswith('site/headwater/__init__.py'), headwater.__file__\n"
-        f"assert not main({run}); assert not main(['report', 'run']); assert not main(['doctor'])"
+        f"assert not main({run}); assert not main(['report', 'run']); assert not main(['doctor'])\n"
+        "assert not main(['generate', 'demo', '--max-new-tokens', '2'])"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False

@@ -1,4 +1,5 @@
-"""A residual from a package outside of the repository, by every way in, and what is said where it is missing."""
+"""A residual from a package outside of the repository, by every way in, and the message where it is
+missing."""
 
 import json
 import os
@@ -24,7 +25,7 @@ from headwater.residuals import (
     register,
     registry,
 )
-from headwater.residuals.plugins import flags_for, import_plugins
+from headwater.residuals.plugins import import_plugins
 from headwater.runs.settings import asdict
 from headwater.train import compare, train
 from headwater.train.comparison import planned
@@ -73,7 +74,6 @@ def test_every_command_takes_it_from_a_module(site, tmp_path, monkeypatch, capsy
     commands = {
         "generate": ("generate", there, "--max-new-tokens", 2),
         "report": ("report", out),
-        "matrix": ("matrix", out),
         "export": ("export", there, "--out", tmp_path / "exported"),
         "exported": ("generate", tmp_path / "exported", "--max-new-tokens", 2),
         "residuals": ("residuals", SPEC),
@@ -92,12 +92,8 @@ def test_every_command_takes_it_from_a_module(site, tmp_path, monkeypatch, capsy
     )
     capsys.readouterr()
     shutil.rmtree(tmp_path / "exported")
-    for name in (
-        "generate",
-        "matrix",
-        "export",
-        "resume",
-    ):  # the same without it: one message that names it
+    # The same without it: one message that names it
+    for name in ("generate", "export", "resume"):
         assert run(*commands[name]) == 1, name
         assert (
             "'brook.leaky', which is not imported: add --plugin brook.leaky"
@@ -126,43 +122,21 @@ def test_a_study_takes_it(site, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "headwater.train.studies.run_all", lambda jobs, *rest, go_on, **more: {"a": go_on}
     )
-    assert (
-        run("study", recipe, "--out", tmp_path / "study", "--plugin", "brook.leaky") == 1
-    )  # what failed: its name
+    # What failed: its name
+    assert run("study", recipe, "--out", tmp_path / "study", "--plugin", "brook.leaky") == 1
     monkeypatch.setattr("headwater.train.studies.run_all", lambda jobs, *rest, **more: {})
     assert run("study", recipe, "--out", tmp_path / "study") == 1  # unknown: nothing is run
 
 
-BROKEN = {  # what takes the place of a line of the guide's residual; the command that meets it first; what it raises
-    "shape": (
-        "* state[0] + y,)",
-        "* state[0][..., :-1] + y[..., :-1],)",
-        "train",
-        RuntimeError,
-        "normalized_shape",
-    ),
-    "name": ("(self.keep", "(self.gate", "train", AttributeError, "no attribute 'gate'"),
-    "start": (
-        "in range(sublayers)",
-        "in range(layers)",
-        "compare",
-        NameError,
-        "'layers' is not defined",
-    ),
-    "start of a study's": (
-        "in range(sublayers)",
-        "in range(layers)",
-        "study",
-        NameError,
-        "'layers' is not defined",
-    ),
-    "values": (
-        "* state[0] + y,)",
-        "* float('nan') + y,)",
-        "train",
-        UserError,
-        "not finite at step 1",
-    ),
+# What takes the place of a line of the guide's residual; the command that meets it; what it raises.
+WRONG_SHAPE = ("* state[0] + y,)", "* state[0][..., :-1] + y[..., :-1],)")
+WRONG_NAME = ("in range(sublayers)", "in range(layers)")
+NO_NUMBER = ("* state[0] + y,)", "* float('nan') + y,)")
+BROKEN = {
+    "shape": (*WRONG_SHAPE, "train", RuntimeError, "normalized_shape"),
+    "compare": (*WRONG_NAME, "compare", NameError, "'layers' is not defined"),
+    "study": (*WRONG_NAME, "study", NameError, "'layers' is not defined"),
+    "values": (*NO_NUMBER, "train", UserError, "not finite at step 1"),
 }
 
 
@@ -170,7 +144,7 @@ BROKEN = {  # what takes the place of a line of the guide's residual; the comman
 def test_what_a_broken_one_raises_is_followed_by_how_to_test_it(
     site, tmp_path, monkeypatch, capsys, case
 ):
-    old, new, command, error, said = BROKEN[case]
+    old, new, command, error, message = BROKEN[case]
     assert LEAKY.count(old) == 1
     (site / "brook" / "leaky.py").write_text(LEAKY.replace(old, new))
     monkeypatch.syspath_prepend(site)
@@ -183,15 +157,15 @@ def test_what_a_broken_one_raises_is_followed_by_how_to_test_it(
     }
     argv = (command, *words[command], "--out", tmp_path / "out", "--plugin", "brook")
     advice = (
-        f"To test the residual by itself: headwater residuals --check {SPEC} --plugin brook.leaky"
+        f"To test the residual by itself: headwater residuals {SPEC} --check --plugin brook.leaky"
     )
     if error is UserError:
         assert run(*argv) == 1
         shown = capsys.readouterr().err
-        assert said in shown
+        assert message in shown
         assert shown.endswith(f", in another --out. {advice}\n")
     else:
-        with pytest.raises(error, match=said) as raised:
+        with pytest.raises(error, match=message) as raised:
             run(*argv)
         assert raised.value.__notes__ == [advice]
 
@@ -211,23 +185,13 @@ def test_an_installed_package_needs_no_flag(site, tmp_path, monkeypatch):
         assert "leaky" in names()
 
 
-def test_an_installed_package_that_cannot_be_imported_is_named(site, monkeypatch):
-    install(site, value="brook.absent")
-    monkeypatch.syspath_prepend(site)
-    with pytest.raises(
-        ValueError,
-        match=r"(?s)'brook = brook.absent' of headwater.residuals .* uninstall the package brook",
-    ):
-        build("leaky", 8, 4)
-
-
 def test_an_installed_package_that_raises_is_named_with_its_line(site, monkeypatch):
     install(site)
     (site / "brook" / "__init__.py").write_text("import json\n1 / 0\n")
     monkeypatch.syspath_prepend(site)
     with pytest.raises(
         ValueError,
-        match=r"'brook = brook' of .*__init__.py, line 2: ZeroDivisionError: .*\nMend or un",
+        match=r"'brook = brook' of .*__init__.py, line 2: ZeroDivisionError: .*\n.* package brook",
     ):
         build("leaky", 8, 4)
 
@@ -284,10 +248,6 @@ def test_another_module_s_residual_of_the_same_name_is_not_taken(site, monkeypat
         match=r"by 'creek' where it was saved, and is by 'brook.leaky.LeakyResidual' here",
     ):
         build("leaky@creek", 8, 4)
-    with pytest.raises(
-        ValueError, match="the 'brook' that is imported here registers none of that name"
-    ):
-        build("quick@brook", 8, 4)
     with pytest.raises(ValueError, match="defined in a script or notebook: define it there again"):
         build("quick@__main__", 8, 4)
 
@@ -300,66 +260,43 @@ def test_a_class_of_a_script_cannot_be_compared(site, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("no such", "takes the name of a module"),
-        ("brook.py", "takes the name of a module"),
-        ("./brook", "takes the name of a module"),
-        ("creek", "there is no module 'creek' in"),
-        ("brook.creek", "there is no module 'brook.creek' in"),
-    ],
-)
-def test_a_wrong_plugin_says_what_is_wrong(site, monkeypatch, capsys, name, message):
+@pytest.mark.parametrize("name", ["brook.py", "./brook", "creek", "brook.creek"])
+def test_a_plugin_that_there_is_not_is_named(site, monkeypatch, capsys, name):
     monkeypatch.chdir(site)
     assert run("residuals", "standard", "--plugin", name) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("headwater: --plugin")
-    assert message in said
+    message = capsys.readouterr().err
+    assert message.startswith(f"headwater: --plugin {name} cannot be imported: ")
+    assert "A plugin is the name of a module, in " in message
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "import nothing_of_this_name\n",
-            "line 1: ModuleNotFoundError: No module named 'nothing_of_this_name'",
-        ),
-        (
-            "\nimport brook.leaky\nbrook.leaky.build('x', 8)\n",
-            "line 3: AttributeError: module 'brook.leaky' has no",
-        ),
-        (
-            "import json\n\njson.loads('{')\n",
-            "line 3: JSONDecodeError: ",
-        ),  # the module's line, not that of json
-        ("def half(:\n", "line 1: SyntaxError: invalid syntax\n"),
+        # The module's line, not that of json
+        ("import json\n\njson.loads('{')\n", "broken.py, line 3: JSONDecodeError: "),
+        ("def half(:\n", "SyntaxError: invalid syntax (broken.py, line 1)"),
         (
             "\n" + LEAKY.replace('"leaky"', '"standard"'),
             "ValueError: residual 'standard' is registered already, by ",
         ),
     ],
 )
-def test_an_error_inside_of_a_plugin_is_one_message_that_names_the_line(
-    site, monkeypatch, capsys, text, message
-):
+def test_an_error_inside_of_a_plugin_names_its_line(site, monkeypatch, capsys, text, message):
     (site / "brook" / "broken.py").write_text(text)
     monkeypatch.chdir(site)
     assert run("residuals", "standard", "--plugin", "brook.broken") == 1
-    said = capsys.readouterr().err
-    place = site / "brook" / "broken.py"
-    assert said.startswith(f"headwater: --plugin brook.broken cannot be imported: {place}, line ")
-    assert message in said
-    assert said.endswith(
-        "\nMend the module; python -c 'import brook.broken' shows all that led there\n"
-    )
+    assert message in capsys.readouterr().err
     with pytest.raises(UserError) as raised, without_plugins():
         import_plugins(["brook.broken"])
-    assert raised.value.__cause__ is not None  # in Python the whole way is there
+    # In Python the whole way is there.
+    assert raised.value.__cause__ is not None
 
 
 def test_register_refuses_what_would_not_work(site):
     class Mine(StreamResidual):
+        def __init__(self, dim, sublayers, rate: float = 0.1):
+            super().__init__(dim, sublayers)
+
         def _write(self, state, i, y):
             return (state[0] + y,)
 
@@ -367,11 +304,7 @@ def test_register_refuses_what_would_not_work(site):
         def __init__(self, dim, sublayers, *, rate=0.1):
             super().__init__(dim, sublayers)
 
-    class Positional(Mine):
-        def __init__(self, dim, sublayers, rate: float = 0.1):
-            super().__init__(dim, sublayers)
-
-    for name in ("", "My Own", "a:b", "a@b", "a+b", "a,b", "-a", "../a"):
+    for name in ("", "My Own", "a:b", "a@b", "a,b", "../a"):
         with pytest.raises(ValueError, match="made of small letters"):
             register(name)
     with pytest.raises(
@@ -382,18 +315,10 @@ def test_register_refuses_what_would_not_work(site):
         ValueError, match="option 'rate' of residual 'mine' needs a type, for example rate: float"
     ):
         register("mine")(Untyped)
-    with pytest.raises(
-        ValueError,
-        match=r"'rate' of residual 'mine' is no option: write `\*,` before it in __init__",
-    ):
-        register("mine")(Positional)
-    with pytest.raises(
-        ValueError, match=r"'mine' must be a subclass of Residual or StreamResidual; got torch\.nn"
-    ):
-        register("mine")(torch.nn.Linear)
     assert "mine" not in registry._entries
-    assert register("mine")(Mine) is register("mine")(Mine)  # a module loaded again
-    assert torch.equal(build("mine", 4, 1).begin(torch.ones(4))[0], torch.ones(4))
+    # A module that is loaded again registers its class again.
+    assert register("mine")(Mine) is register("mine")(Mine)
+    assert torch.equal(build("mine:rate=0.5", 4, 1).begin(torch.ones(4))[0], torch.ones(4))
 
 
 def test_a_class_without_a_docstring_has_a_row_in_the_table(site, capsys):
@@ -418,7 +343,6 @@ def test_an_interrupted_comparison_names_the_module_in_the_command_that_goes_on(
     register("elsewhere")(type("Elsewhere", (StandardResidual,), {"__module__": "elsewhere"}))
     with pytest.raises(UserError, match=r"--out \S+ --plugin elsewhere --resume"):
         compare(tiny(tmp_path), tmp_path / "out", residuals=["standard", "elsewhere"], seeds=[0])
-    assert flags_for(["b", None, "a.c", "__main__", "b"]) == " --plugin a.c --plugin b"
 
 
 def test_an_interrupted_run_names_its_module_too(site, tmp_path):

@@ -17,7 +17,7 @@ from outside import without_plugins
 from headwater.analyze.plot import Panel, lines_of, picture
 from headwater.residuals.plugins import import_plugins
 from headwater.residuals.registry import build
-from headwater.runs.stats import t_quantile
+from headwater.runs.stats import NOT_SIGNIFICANT, SIGNIFICANT, t_quantile
 from headwater.train.studies import study
 
 STUDY = Path(__file__).parent.parent / "studies" / "attention-residuals"
@@ -64,9 +64,8 @@ def test_the_page_is_what_the_raw_runs_give(page):
         texts = [file.read_text(encoding="utf-8") for file in page.PAGES]
         assert [page.filled(text, found) for text in texts] == texts
         text = "".join(texts)
-        made = {*page.TABLES, *page.OF_ALL, *page.OF_SCALING, *page.MEASURED} - {
-            "longer"
-        }  # which has not run
+        # Which has not run
+        made = {*page.TABLES, *page.OF_ALL, *page.OF_SCALING, *page.MEASURED} - {"longer"}
         assert sorted(name for _, name, _ in page.MARKS.findall(text)) == sorted(made)
         for file, drawn in page.pictures.pictures(found).items():
             assert file.read_text(encoding="utf-8") == drawn
@@ -122,7 +121,10 @@ def test_noise_is_told_in_pairs_with_what_more_seeds_would_tell(page, tmp_path):
     differences = [-0.04, -0.05, -0.03]
     half = t_quantile(0.05, 2) * statistics.stdev(differences) / 3**0.5
     low, high = (page.tables.signed(-0.04 + side * half) for side in (-1, 1))
-    assert f"| `attnres-block` | 3 | 1.4700 | 0.0100 | −0.0400 | {low} to {high} | lower |" in text
+    assert (
+        f"| `attnres-block` | 3 | 1.4700 | 0.0100 | −0.0400 | {low} to {high} | significant (95 %) |"
+        in text
+    )
     assert f"| 4 | {t_quantile(0.05, 3) * 0.01 / 2:.4f} |" in text
 
 
@@ -152,9 +154,8 @@ def test_ablations_are_sorted_and_stand_beside_the_papers(page, tmp_path):
         )
     assert re.findall(r"^\| `(.+?)`", residuals, re.M) == ["attnres-full", "standard", "mhc"]
     assert re.findall(r"^\| `(.+?)`", options, re.M) == ["attnres-full", "attnres-full:window=8"]
-    assert (
-        "| +0.1000 | - | +6.7 % | −1.1 % |" in residuals
-    )  # of the paper's losses: 1.747 beside 1.766
+    # Of the paper's losses: 1.747 beside 1.766
+    assert "| +0.1000 | - | +6.7 % | −1.1 % |" in residuals
 
 
 def test_two_seeds_of_an_ablation_that_agree_are_told_from_what_two_seeds_can_tell_on(
@@ -172,8 +173,8 @@ def test_two_seeds_of_an_ablation_that_agree_are_told_from_what_two_seeds_can_te
     with page.unpacked(tmp_path) as found:
         rows = page.tables.ablations(found["ablations"]).splitlines()
     verdicts = {row.split("`")[1]: row.split(" | ")[-1].strip(" |") for row in rows if "`" in row}
-    told = {"mhc": "not told apart", "ddl": "lower", "laurel": "higher", "highway": "lower"}
-    assert {arm: verdicts[arm] for arm in told} == told
+    expected = dict.fromkeys(("ddl", "laurel", "highway"), SIGNIFICANT) | {"mhc": NOT_SIGNIFICANT}
+    assert {arm: verdicts[arm] for arm in expected} == expected
 
 
 def test_each_arm_is_beside_the_plain_residual_at_its_own_best_rate(page, tmp_path):
@@ -396,10 +397,11 @@ def test_arms_of_kimi_linear_are_compared_at_rates_of_several_seeds_and_through_
         "At 0.002, and the differences after these steps:",
     ]
     assert (
-        "| `attnres-block` | 2 | 1.4400 | 0.0000 | −0.0100 | −0.0100 to −0.0100 | lower |" in text
+        "| `attnres-block` | 2 | 1.4400 | 0.0000 | −0.0100 | −0.0100 to −0.0100 | significant (95 %) |"
+        in text
     )
     assert (
-        "| `attnres-block` | 3 | 1.4900 | 0.0100 | −0.0100 | −0.0348 to +0.0148 | not told apart |"
+        "| `attnres-block` | 3 | 1.4900 | 0.0100 | −0.0100 | −0.0348 to +0.0148 | no significant difference |"
         in text
     )
     assert (
@@ -603,7 +605,7 @@ def test_scaling_shows_the_compute_that_an_arm_saves(page, tmp_path):
     assert re.findall(r"Without width (\d+):", text) == ["1000", "1"]
     assert (
         sizes[0]
-        == "| `attnres-block` | 2 | 1.7071 | 0.0000 | −0.2929 | −0.2929 to −0.2929 | lower |"
+        == "| `attnres-block` | 2 | 1.7071 | 0.0000 | −0.2929 | −0.2929 to −0.2929 | significant (95 %) |"
     )
     assert len(sizes) == 4
 
@@ -625,7 +627,7 @@ def test_arms_stand_beside_full_where_two_seeds_have_both(page, tmp_path):
     wide = t_quantile(0.05, 1) * 0.05  # of two differences, 0.2 and 0.1
     assert (
         row
-        == f"| 8 | `attnres-block` | 2 | +0.1500 | −{wide - 0.15:.4f} to +{wide + 0.15:.4f} | not told apart |"
+        == f"| 8 | `attnres-block` | 2 | +0.1500 | −{wide - 0.15:.4f} to +{wide + 0.15:.4f} | {NOT_SIGNIFICANT} |"
     )
 
 
@@ -716,7 +718,7 @@ def test_at_equal_time_an_arm_is_worth_what_it_saves_times_its_speed(page, tmp_p
     )
     assert worth[3] == f"| `never-timed` | 2, 2, 2, 2 | {thrice} | - | {thrice} | - |"
     assert (
-        "worth so many times the seconds of standard"
+        "seconds that standard needs, as a ratio"
         in pictures[page.pictures.ASSETS / "study-clock.svg"]
     )
 
@@ -872,7 +874,7 @@ def test_what_scripts_measured_is_told_by_arm_with_the_spread_over_seeds(page, t
     ]  # fmt: skip
     (tmp_path / "importance.json").write_text(json.dumps(runs))
     text = page.tables.importance(page.tables.measured_in(tmp_path, "importance"))
-    head = "all reads | first third | middle | last third | by place alone | weight, beside place | weight times size"
+    head = "all reads | first third | middle | last third | by place only | weight, beside place | weight times size"
     assert text.startswith(f"|  | tokens | seeds | {head} |\n")
     told = "0.60 ± 0.14 | 0.10 ± 0.00 | - | 0.90 ± 0.00 | 0.00 ± 0.21 | 0.00 ± 1.41 | 0.40 ± 0.00"
     assert f"| `attnres-full` | 512 | 2 | {told} |\n" in text
@@ -894,3 +896,18 @@ def test_what_scripts_measured_is_told_by_arm_with_the_spread_over_seeds(page, t
         in text
     )
     assert page.tables.measured_in(tmp_path, "nothing") == []
+
+
+def test_the_answers_are_those_of_the_tables():
+    """Intervals with four decimals, and the ratios of time, are in the tables as they are in the answers."""
+    answers, appendix = (
+        (STUDY.parent.parent / "docs" / "results" / name).read_text(encoding="utf-8")
+        for name in ("study.md", "study-tables.md")
+    )
+    claims = re.findall(r"(−\d\.\d{4}) \| (−\d\.\d{4} to −\d\.\d{4})", answers)
+    assert len(claims) == 4
+    assert all(f"{difference} | {interval}" in appendix for difference, interval in claims)
+    times = answers[answers.index("| time saved |") : answers.index("Does it grow or shrink")]
+    ratios = re.findall(r"(\d\.\d\d)\*{0,2} (\(\d\.\d\d to \d\.\d\d\))", times)
+    assert len(ratios) == 7
+    assert all(f"{ratio} {interval}" in appendix for ratio, interval in ratios)

@@ -103,9 +103,8 @@ def test_apply():
         x = torch.ones(3, requires_grad=True)
         out = apply(Doubled, x)
         assert torch.equal(torch.autograd.grad(out.sum(), x)[0], torch.full((3,), 2.0))
-    with pytest.raises(
-        RuntimeError, match="functorch transforms"
-    ):  # not past functorch, which would be wrong
+    # Not past functorch, which would be wrong
+    with pytest.raises(RuntimeError, match="functorch transforms"):
         torch.func.grad(lambda x: _torch.apply(Doubled, x).sum())(torch.ones(3))
 
 
@@ -166,9 +165,8 @@ def test_the_table_of_residuals_without_dispatch_modes(spec, monkeypatch):
     assert other.TorchDispatchMode is other._FunctionMode
     monkeypatch.setitem(sys.modules, "headwater._torch", other)
     monkeypatch.setattr("headwater._torch", other)
-    monkeypatch.setitem(
-        sys.modules, f"{table.__name__}_again", table
-    )  # where its dataclass looks itself up
+    # Where its dataclass looks itself up
+    monkeypatch.setitem(sys.modules, f"{table.__name__}_again", table)
     (expected,), (row,) = (
         those.residual_table([spec], dim=32, layers=2) for those in (table, loaded_again(table))
     )

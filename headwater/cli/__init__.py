@@ -1,5 +1,4 @@
-"""The `headwater` command. Thin: it reads flags, calls one function, and turns a user's error into one
-message.
+"""The `headwater` command: read flags, call one function, turn a user's error into one message.
 
 Heavy imports happen inside the commands, so that help answers at once.
 """
@@ -14,16 +13,16 @@ from collections.abc import Callable, Sequence
 from headwater import __version__
 from headwater.cli.generation import generate
 from headwater.cli.huggingface import convert, evaluate, revert, verify
-from headwater.cli.looking import doctor, inspect, matrix, report, residuals, scaling
+from headwater.cli.looking import doctor, inspect, report, residuals, scaling
 from headwater.cli.models import say
 from headwater.cli.training import compare, demo, export, plan, study, train
 from headwater.errors import UserError, as_flag, nearest, spelling
+from headwater.runs.tables import printable
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": train,
     "compare": compare,
     "report": report,
-    "matrix": matrix,
     "residuals": residuals,
     "generate": generate,
     "inspect": inspect,
@@ -48,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     # A CPU without bf16 prints 25 lines of C++.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
+    # Messages of every room spell settings as flags here.
     with spelling(as_flag):
         return code_of(words)
 
@@ -72,6 +72,7 @@ def code_of(words: list[str]) -> int:
 
 def answer(words: list[str]) -> None:
     """Do what the words say."""
+    # `headwater help train` is `headwater train --help`.
     if words[0:1] == ["help"]:
         words = [*words[1:2], "--help"]
     if not words or words[0] in ("-h", "--help"):
@@ -97,6 +98,7 @@ def refuse_ranks(name: str) -> None:
 
 
 def usage() -> str:
+    # A command's text is the docstring of its function.
     lines = ["headwater: the residual stream as a part you can swap.", ""]
     lines += ["usage: headwater COMMAND [FLAGS]", ""]
     for name, function in COMMANDS.items():
@@ -107,5 +109,5 @@ def usage() -> str:
 
 
 def fail(message: str, code: int) -> int:
-    print(f"headwater: {message}", file=sys.stderr, flush=True)
+    print(f"headwater: {printable(message)}", file=sys.stderr, flush=True)
     return code

@@ -21,6 +21,7 @@ from headwater.generation.sampling import check_counts
 def generate(argv: list[str]) -> None:
     """Continue a prompt with a trained model."""
     flags = parse(GenerateFlags, argv, generate)
+    # What is wrong with the flags is said before anything heavy is imported.
     with user_values():
         flags.sampling.check()
         check_counts(flags.max_new_tokens, flags.prefill_chunk)
@@ -79,16 +80,18 @@ def show_texts(steps: Iterator[list[str]], prompts: list[str], flags: GenerateFl
     texts, count = list(prompts), 0
     try:
         if flags.stream:
-            print(texts[0], end="", flush=True)
+            say(texts[0], end="")
         with user_values():
+            # A step brings a piece of each text.
             for pieces in steps:
                 if flags.stream:
-                    print(pieces[0], end="", flush=True)
+                    say(pieces[0], end="")
                 texts = [text + piece for text, piece in zip(texts, pieces)]
                 count += 1
     except KeyboardInterrupt:
-        print(flush=True)
+        say("")
         raise Interrupted(f"stopped by Ctrl-C after {count} tokens", signal.SIGINT) from None
+    # A stream has shown its text already.
     for prompt, text in zip(prompts, texts):
         show_text(prompt, text, flags)
     # The last step may bring only text that was held back, and no token.
@@ -124,10 +127,15 @@ def continue_with_transformers(flags: GenerateFlags, prompts: list[str]) -> None
     model, tokenizer, _ = load_any(flags.folder, flags.device)
     from transformers import TextStreamer, set_seed
 
+    class Streamer(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            say(text, end="\n" if stream_end else "")
+
+    # Prompts are continued one after the other, each with a seed of its own.
     began, count = time.perf_counter(), 0
     options = transformers_options(flags)
     if flags.stream:
-        options["streamer"] = TextStreamer(tokenizer, skip_special_tokens=True)
+        options["streamer"] = Streamer(tokenizer, skip_special_tokens=True)
     for number, prompt in enumerate(prompts):
         tokens = tokenizer(prompt, return_tensors="pt")["input_ids"].to(flags.device)
         read = tokens.shape[1]
@@ -157,6 +165,7 @@ def transformers_options(flags: GenerateFlags) -> dict[str, Any]:
         "do_sample": sampling.temperature > 0,
     }
     if sampling.temperature > 0:
+        # transformers draws among 50 tokens unless it is told otherwise.
         options["temperature"] = sampling.temperature
         options["top_k"] = sampling.top_k or 0
         options["top_p"] = sampling.top_p or 1.0

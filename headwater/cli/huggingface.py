@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import shlex
 
 from headwater.cli.flags import ConvertFlags, EvalFlags, RevertFlags, VerifyFlags
 from headwater.cli.models import check_device, needs, say
 from headwater.cli.parser import parse
-from headwater.errors import UserError
+from headwater.errors import UserError, command
 from headwater.train.files import write_json
 
 
@@ -17,11 +16,7 @@ def convert(argv: list[str]) -> None:
     flags = parse(ConvertFlags, argv, convert)
     needs("transformers", "hf")
     check_device(flags.device)
-    import torch
-
-    from headwater import hf
-    from headwater.hf.formats.convert import add_remote_code, convert_folder, is_converted
-    from headwater.hf.formats.folder import check_out, is_transformers, write_model
+    from headwater.hf.formats.folder import is_transformers
 
     if not flags.folder.exists():
         raise UserError(
@@ -29,45 +24,58 @@ def convert(argv: list[str]) -> None:
             "hf download NAME --local-dir FOLDER"
         )
     if is_transformers(flags.folder):
-        others = (flags.residual, flags.layout, flags.dtype)
-        if flags.remote_code and is_converted(flags.folder) and others == (None, None, None):
-            add_remote_code(flags.folder, flags.out)
-            say(
-                f"{flags.out}: {flags.folder} with a modeling file. trust_remote_code=True loads it without headwater"
-            )
-            return
-        report = convert_folder(
-            flags.folder,
-            flags.out,
-            flags.residual,
-            layout=None if flags.layout is None else hf.Layout.from_text(flags.layout),
-            dtype=flags.dtype,
-            device=flags.device,
-            check={"auto": None, "yes": True, "no": False}[flags.check],
-            remote_code=flags.remote_code,
-        )
-        compare = shlex.join(["headwater", "verify", str(flags.folder), str(flags.out)])
-        say(f"{report}\n{flags.out}: the converted model. To compare: {compare}")
+        convert_checkpoint(flags)
+    else:
+        convert_run(flags)
+
+
+def convert_checkpoint(flags: ConvertFlags) -> None:
+    from headwater.hf import Layout
+    from headwater.hf.formats.convert import add_remote_code, convert_folder, is_converted
+
+    unchanged = (flags.residual, flags.layout, flags.dtype) == (None, None, None)
+    if flags.remote_code and unchanged and is_converted(flags.folder):
+        add_remote_code(flags.folder, flags.out)
+        loads = "trust_remote_code=True loads it without headwater"
+        say(f"{flags.out}: {flags.folder} with a modeling file. {loads}")
         return
+    report = convert_folder(
+        flags.folder,
+        flags.out,
+        flags.residual,
+        layout=None if flags.layout is None else Layout.from_text(flags.layout),
+        dtype=flags.dtype,
+        device=flags.device,
+        check={"auto": None, "yes": True, "no": False}[flags.check],
+        remote_code=flags.remote_code,
+    )
+    compare = command("verify", flags.folder, flags.out)
+    say(f"{report}\n{flags.out}: the converted model. To compare: {compare}")
+
+
+def convert_run(flags: ConvertFlags) -> None:
+    import torch
+
+    from headwater import hf
+    from headwater.hf.formats.folder import check_out, write_model
+    from headwater.train import load_run
+
     if flags.layout is not None or flags.remote_code:
         raise UserError(
             f"--layout and --remote-code are for transformers checkpoints, and {flags.folder} is none: convert it "
             "without them, then what was written with --remote-code, unless it is of headwater's own decoder"
         )
     check_out(flags.out)
-    model, tokenizer = hf.export_run(flags.folder)
+    model, tokenizer = hf.export_run(load_run(flags.folder))
     if flags.residual is not None:
         trained = getattr(model.config, "headwater", None)
         if trained is not None:
-            raise UserError(
-                f"{flags.folder} was trained with '{trained['residual']}': leave --residual out"
-            )
+            spec = trained["residual"]
+            raise UserError(f"{flags.folder} was trained with '{spec}': leave --residual out")
         say(str(hf.convert(model, flags.residual)))
-    write_model(
-        model if flags.dtype is None else model.to(getattr(torch, flags.dtype)),
-        tokenizer,
-        flags.out,
-    )
+    if flags.dtype is not None:
+        model.to(getattr(torch, flags.dtype))
+    write_model(model, tokenizer, flags.out)
     say(f"{flags.out}: a {type(model).__name__} with the weights of {flags.folder}")
 
 
@@ -109,13 +117,14 @@ def evaluate(argv: list[str]) -> None:
     from headwater.hf.evaluate import evaluate as run
     from headwater.hf.evaluate import table
     from headwater.hf.formats.folder import is_transformers, load_with_tokenizer
+    from headwater.train import load_run
 
-    model, tokenizer = (load_with_tokenizer if is_transformers(flags.folder) else export_run)(
-        flags.folder
-    )
-    logging.getLogger("lm_eval").setLevel(
-        logging.ERROR
-    )  # it warns about how it is called, which is our doing
+    if is_transformers(flags.folder):
+        model, tokenizer = load_with_tokenizer(flags.folder)
+    else:
+        model, tokenizer = export_run(load_run(flags.folder))
+    # It warns about how it is called, which is our doing.
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     options = {name: getattr(flags, name) for name in ("fewshot", "limit", "batch_size", "device")}
     results = run(
         model,

@@ -34,17 +34,6 @@ def make_report(folders: list[Path], out: Path | None, models: Sequence[Any] = (
         return write_report(folders, out, models=models)
 
 
-def matrix(argv: list[str]) -> None:
-    """Write one HTML page with the depth-mixing maps of runs side by side, and their measures."""
-    flags = parse(ReportFlags, argv, matrix)
-    runs, models = apart(flags.folders, flags.prompt, flags.device)
-    with user_values():
-        from headwater.analyze.matrix import write_matrix
-
-        out = flags.out or (flags.folders[0] / "matrix.html" if models else None)
-        say(f"Matrices: {write_matrix(runs, out, models=models)}")
-
-
 def apart(folders: Sequence[Path], prompt: str, device: str) -> tuple[list[Path], list[Any]]:
     """Part folders of runs from transformers models, and make a run of each model: one forward pass
     over the prompt."""
@@ -55,23 +44,27 @@ def apart(folders: Sequence[Path], prompt: str, device: str) -> tuple[list[Path]
     from headwater.analyze.inspector import inspect as look
     from headwater.analyze.prompted import prompted_run
 
-    runs = []
+    passes = []
     for folder in models:
         model, tokenizer, encode = load_any(folder, device)
         name, tokens = folder.resolve().name, encode(prompt)
         inspection = look(model, tokens, tokenizer=tokenizer, name=name, removals="none")
-        text = model.config.get_text_config()
-        runs.append(prompted_run(inspection, dim=text.hidden_size, layers=text.num_hidden_layers))
-    return [folder for folder in folders if folder not in models], runs
+        config = model.config.get_text_config()
+        shape = {"dim": config.hidden_size, "layers": config.num_hidden_layers}
+        passes.append(prompted_run(inspection, **shape))
+    return [folder for folder in folders if folder not in models], passes
 
 
 def residuals(argv: list[str]) -> None:
-    """Print residuals: formula, parameters, memory, traffic, start; of named ones the options; or --check your own."""
+    """Print the table of residuals, and the options of named ones; or --check your own."""
     flags = parse(ResidualsFlags, argv, residuals)
     with user_values():
         from headwater.analyze.table import markdown, print_options, print_table, residual_table
 
         if flags.check:
+            alone = ResidualsFlags(residuals=flags.residuals, plugin=flags.plugin, check=True)
+            if flags != alone:
+                raise UserError("--check prints no table: leave --dim, --layers and --markdown out")
             check(flags.residuals)
             return
         rows = residual_table(flags.residuals or None, dim=flags.dim, layers=flags.layers)
@@ -83,7 +76,7 @@ def residuals(argv: list[str]) -> None:
 
 
 def check(specs: Sequence[str]) -> None:
-    """Print a line for each check of each residual, and each fault in full where it is first seen."""
+    """Print a line for each check of each residual, and each fault in full once."""
     from headwater.analyze import check_residual
     from headwater.analyze.contract import CHECKS
     from headwater.residuals import names
@@ -92,19 +85,21 @@ def check(specs: Sequence[str]) -> None:
     for spec in specs or names():
         say(spec)
         checks = check_residual(spec)
-        seen = {"": "ok"}
+        # A fault that a check has named already is not written out again.
+        words = {"": "ok"}
         for name, fault in checks.items():
-            say(f"  {name:<10} {seen.get(fault, fault)}")
-            seen.setdefault(fault, f"as {name}")
-        faults += len(seen) - 1
+            say(f"  {name:<10} {words.get(fault, fault)}")
+            words.setdefault(fault, f"as {name}")
+        faults += len(words) - 1
         complete = complete and len(checks) == len(CHECKS)
     if faults:
-        rest = "" if complete else ". The checks that are missing follow then"
-        raise UserError(f"{faults} of these must be mended: the lines without ok{rest}")
+        rest = "" if complete else ". The missing checks run once the others pass"
+        failed = "1 check failed" if faults == 1 else f"{faults} checks failed"
+        raise UserError(f"{failed}. Fix the lines above that do not say ok{rest}")
 
 
 def scaling(argv: list[str]) -> None:
-    """Fit loss against compute for each residual, and say how much compute each is worth."""
+    """Fit loss against compute for each residual, and print how much compute each saves."""
     flags = parse(ScalingFlags, argv, scaling)
     with user_values():
         from headwater.analyze.rates import at_rate, rates_by_budget
@@ -140,7 +135,7 @@ def remarks(runs: Sequence[Any], fitted: Sequence[Any]) -> Iterator[str]:
 
 
 def confounded(curves: Sequence[Any], *, best: bool) -> str:
-    """Name the settings besides the residual in which runs of each curve differ from the baseline."""
+    """Name the settings besides the residual in which curves differ from the baseline's."""
     sentences = []
     for curve in curves:
         # Who asks for the best rates knows that the rates differ.
@@ -156,13 +151,17 @@ def inspect(argv: list[str]) -> None:
     if len(flags.models) > 2:
         raise UserError(f"give one model or two; got {len(flags.models)}")
     check_device(flags.device)
+    models = flags.models
+    if models == (Path("demo"),) and not models[0].exists():
+        models = (Path("demo/standard"), Path("demo/attnres-block"))
     from headwater.analyze.inspector import Inspection
     from headwater.analyze.inspector import inspect as run
     from headwater.analyze.inspector.serve import serve
 
-    loaded = [load_any(folder, flags.device) for folder in flags.models]
-    short = len({folder.name for folder in flags.models}) == len(flags.models)
-    names = [folder.name if short and folder.name else str(folder) for folder in flags.models]
+    loaded = [load_any(folder, flags.device) for folder in models]
+    # Folders are named shortly unless both have the same name.
+    short = len({folder.name for folder in models}) == len(models)
+    names = [folder.name if short and folder.name else str(folder) for folder in models]
 
     def look(prompt: str) -> list[Inspection]:
         options: dict[str, Any] = {"top": flags.top, "removals": flags.removals}
@@ -181,7 +180,7 @@ def inspect(argv: list[str]) -> None:
 
 
 def doctor(argv: list[str]) -> None:
-    """Say what this machine has, and how headwater will run on it; fails if something stands in the way."""
+    """Say what this machine has and how headwater runs on it; fails if something is in the way."""
     parse(DoctorFlags, argv, doctor)
     from headwater.doctor import examine
 
@@ -191,4 +190,5 @@ def doctor(argv: list[str]) -> None:
         rows.append([f"! {name}" if problem else f"  {name}", state])
     say(plain(Table(["", ""], rows)))
     if problems := sum(problem for _, _, problem in findings):
-        raise UserError(f"{problems} of these must be mended: the lines with an exclamation mark")
+        count = "1 problem" if problems == 1 else f"{problems} problems"
+        raise UserError(f"{count}. Fix the lines above that begin with an exclamation mark")

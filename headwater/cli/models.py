@@ -1,4 +1,4 @@
-"""Parts of several commands: loading a model of either kind, and what this machine does not have."""
+"""Parts of several commands: printing, loading a model of either kind, checking the machine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.errors import SettingError, UserError
+from headwater.runs.tables import printable
 from headwater.train.files import read_json
 
 
@@ -17,6 +18,7 @@ def is_transformers(folder: Path) -> bool:
 
 def load_any(folder: Path, device: str) -> tuple[Any, Any, Callable[[str], list[int]]]:
     """Load the model of a run or of a transformers folder, its tokenizer, and how that encodes."""
+    # Whatever the folder holds, its tokenizer turns text into a list of numbers.
     if is_transformers(folder):
         needs("transformers", "hf")
         from headwater.hf.formats.folder import load_with_tokenizer
@@ -39,6 +41,7 @@ def needs(module: str, extra: str) -> None:
 def check_device(device: str) -> None:
     import torch
 
+    # torch knows the names of devices, and not whether they are here.
     try:
         kind = torch.device(device).type
     except RuntimeError as error:
@@ -49,5 +52,5 @@ def check_device(device: str) -> None:
         raise SettingError("device", "must be one that torch finds on this machine", device)
 
 
-def say(text: str) -> None:
-    print(text, flush=True)
+def say(text: str, end: str = "\n") -> None:
+    print(printable(text), end=end, flush=True)

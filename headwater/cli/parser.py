@@ -15,6 +15,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, cast, get_args, get_origin
@@ -23,7 +24,8 @@ from headwater.errors import UserError
 from headwater.folders import at_home
 from headwater.models.config import SIZES
 from headwater.runs.settings import SECTIONS
-from headwater.schema import described, options_of, types_of
+from headwater.runs.tables import Table, plain
+from headwater.schema import described, options_of, setting_of, types_of
 
 T = TypeVar("T")
 Commanded = Callable[[list[str]], None]
@@ -53,6 +55,8 @@ def parse(flags: type[T], argv: Sequence[str], command: Commanded, name: str | N
     if unknown:
         parser.error(f"unknown flag {unknown[0]}{near(unknown[0], parser)}")
     filled: T = instance(flags, vars(typed))
+
+    # Plug-ins register their residuals when they are imported.
     if plugins := getattr(filled, "plugin", ()):
         from headwater.residuals import import_plugins
 
@@ -69,6 +73,7 @@ def with_dashes(word: str) -> str:
 
 
 def near(word: str, parser: argparse.ArgumentParser) -> str:
+    # Every flag that the help names, aliases included.
     valid = re.findall(r"--[a-z][a-z0-9-]*", parser.format_help())
     close = difflib.get_close_matches(word.partition("=")[0], valid, n=1)
     return f", did you mean {close[0]}?" if close else ""
@@ -85,18 +90,16 @@ class Parser(argparse.ArgumentParser):
 
 def parser_for(flags: type, command: Commanded, name: str | None = None) -> Parser:
     """Make the parser of a command from its dataclass."""
-    arguments = "".join(
-        f"{declared.name.upper()} "
-        for declared in fields(flags)
-        if declared.metadata.get("positional")
-    )
+    positional = [field.name.upper() for field in fields(flags) if field.metadata.get("positional")]
+    # A value that was not typed is no attribute of the result. Descriptions keep their lines, as the
+    # table of sizes needs.
     parser = Parser(
         prog=f"headwater {name or command.__name__}",
-        usage=f"%(prog)s {arguments}[FLAGS]",
+        usage=" ".join(["%(prog)s", *positional, "[FLAGS]"]),
         description=command.__doc__,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=28),
+        formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=28),
     )
     kinds, texts = types_of(flags), texts_of(flags)
     for declared in fields(flags):
@@ -117,15 +120,28 @@ def default_of(declared: Field[Any]) -> Any:
 
 def add_group(parser: Parser, prefix: str, title: str, section: Any) -> None:
     """Add a group of flags: the fields of a section, whose values are the defaults."""
-    group = parser.add_argument_group(title, summary(section))
+    # The group of the model begins with the table of named sizes.
+    description = summary(section)
+    if title == "model":
+        description += f"\n\n{plain(sizes())}"
+    group = parser.add_argument_group(title, description)
     owner: Any = type(section)
     kinds, texts = types_of(owner), texts_of(owner)
     if title == "model":
-        sizes = f"Named size, over which the other flags go: {', '.join(SIZES)}. (default: tiny)"
-        group.add_argument("--size", dest=f"{prefix}size", metavar="NAME", help=sizes)
+        text = "Named size of the model, whose values the other flags override. (default: tiny)"
+        group.add_argument("--size", dest=f"{prefix}size", metavar="NAME", help=text)
     for declared in fields(section):
         name = declared.name
         add(group, prefix, declared, kinds[name], texts[name], getattr(section, name))
+
+
+def sizes() -> Table:
+    """List the named sizes of models."""
+    columns = ("layers", "dim", "heads", "kv_heads", "mlp_dim", "context", "experts")
+    rows = []
+    for name, values in SIZES.items():
+        rows.append([name, *(str(values.get(column, "")) for column in columns)])
+    return Table(["size", *columns], rows)
 
 
 def summary(section: Any) -> str:
@@ -136,13 +152,16 @@ def summary(section: Any) -> str:
 def add(parser: Any, prefix: str, declared: Field[Any], kind: Any, text: str, default: Any) -> None:
     """Add the flag of one field; without a default it is required."""
     name, required = declared.name, default is MISSING
-    options: dict[str, Any] = {"help": text.replace("%", "%%")}
+    if bounds := setting_of(declared).bounds():
+        text = f"{text} {bounds.capitalize()}."
     if not declared.metadata.get("positional"):
-        options["help"] += ending(default)
+        text += ending(default)
+    options: dict[str, Any] = {"help": text.replace("%", "%%")}
     if kind is bool:
         options |= {"action": argparse.BooleanOptionalAction, "default": argparse.SUPPRESS}
         parser.add_argument(flag_of(name), dest=prefix + name, **options)
         return
+    # A list has the type of its items.
     item = get_args(kind)[0] if get_origin(kind) is tuple else kind
     options |= {"type": reader(item), "metavar": metavar(item)}
     if declared.metadata.get("positional"):
@@ -166,7 +185,7 @@ def flag_of(name: str) -> str:
 
 
 def count_of(kind: Any, required: bool = True) -> str | int:
-    """How many words a tuple takes, as argparse says it."""
+    """Count the words that a tuple takes, in argparse's terms."""
     items = get_args(kind)
     if items[-1] is not ...:
         return len(items)
@@ -183,13 +202,15 @@ def ending(default: Any) -> str:
         return " (default: on)" if default else " (default: off)"
     if isinstance(default, tuple):
         default = " ".join(map(str, default))
-    shown = repr(default) if "\n" in str(default) else str(default)
-    return f" (default: {shown})"
+    # A line end in a prompt would break the help.
+    text = repr(default) if "\n" in str(default) else str(default)
+    return f" (default: {text})"
 
 
 def reader(kind: Any) -> Callable[[str], Any]:
     """Make the function that reads the word after a flag."""
 
+    # The first type that the word can be decides.
     def read(word: str) -> Any:
         for option in options_of(kind):
             for value in readings(word, option):
@@ -218,7 +239,7 @@ def readings(word: str, option: Any) -> Iterator[Any]:
 
 
 def metavar(kind: Any) -> str:
-    """What a flag takes, as --help shows it: INT, PATH, {adamw,muon}."""
+    """Name what a flag takes, as --help shows it: INT, PATH, {adamw,muon}."""
     words = []
     for option in options_of(kind):
         if get_origin(option) is Literal:
@@ -233,6 +254,7 @@ def instance(flags: type[T], typed: Mapping[str, Any]) -> T:
     values: dict[str, Any] = {}
     for declared in fields(flags):  # type: ignore[arg-type]
         name = declared.name
+        # Typed names are dotted: settings.optim.lr, sampling.top_k, out.
         inner = within(typed, name)
         if "sections" in declared.metadata:
             values[name] = {part: within(inner, part) for part in declared.metadata["sections"]}
@@ -254,6 +276,7 @@ def texts_of(section: Any) -> dict[str, str]:
     texts = {declared.name: "" for declared in fields(section)}
     owners: list[Any] = [owner for owner in reversed(section.__mro__) if is_dataclass(owner)]
     for owner in owners:
+        # A text is the string that follows its field.
         (body,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
         statements = body.body  # type: ignore[attr-defined]
         for statement, after in pairwise(statements):

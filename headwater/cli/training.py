@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
+import sys
+import time
 from pathlib import Path
 
 from headwater.cli.flags import (
@@ -18,12 +21,11 @@ from headwater.cli.flags import (
     StudyFlags,
     settings_of,
 )
-from headwater.cli.looking import make_report
+from headwater.cli.looking import inspect, make_report
 from headwater.cli.models import say
 from headwater.cli.parser import parse
 from headwater.errors import UserError, command, spell, user_values
 from headwater.folders import whole_folder
-from headwater.runs.settings import Config
 from headwater.train.files import read_json, refuse_others
 
 
@@ -54,10 +56,12 @@ def saved_in(flags: RunFlags, name: str) -> Path | None:
 def compare(argv: list[str]) -> None:
     """Train several residuals with several seeds on equal tokens, and print one table."""
     flags = parse(CompareFlags, argv, compare)
+    # A comparison sets these itself, run by run.
     for section, one, several in (("model", "residual", "residuals"), ("train", "seed", "seeds")):
         if one in flags.settings[section]:
             raise UserError(f"compare takes {spell(several)}, not {spell(one)}")
     settings = settings_of(flags, saved_in(flags, "settings.json"))
+    # A resumed comparison goes on with its lists, or with the ones that are typed.
     residuals, seeds = RESIDUALS, SEEDS
     if flags.resume and (flags.out / "compare.json").exists():
         saved = read_json(flags.out / "compare.json")
@@ -83,15 +87,16 @@ def study(argv: list[str]) -> None:
     from headwater.train import study as run
 
     minutes = math.inf if flags.minutes is None else flags.minutes
-    done = run(flags.recipe, flags.out, minutes=minutes, whole=flags.whole)
-    if done.finished:
-        report, scaling = command("report", done.folder), command("scaling", done.folder)
+    result = run(flags.recipe, flags.out, minutes=minutes, whole=flags.whole)
+    if result.finished:
+        folder = result.folder
+        report, scaling = command("report", folder), command("scaling", folder)
         look = f"{report}, and {scaling} for three sizes or more"
-        say(f"Runs and table.json are in {done.folder}; look at them with: {look}")
+        say(f"Runs and table.json are in {folder}; look at them with: {look}")
 
 
 def plan(argv: list[str]) -> None:
-    """Say what a run will need on each rank: memory, bytes between stages, bubble. Starts nothing."""
+    """Say what a run needs on each rank: memory, bytes between stages, bubble. Starts nothing."""
     # The file may stand first, as `headwater plan run.toml`.
     argv = ["--config", *argv] if argv and not argv[0].startswith("-") else argv
     flags = parse(PlanFlags, argv, plan)
@@ -100,6 +105,7 @@ def plan(argv: list[str]) -> None:
     from headwater.train.distributed.plan import describe, make_plan
     from headwater.train.run import with_vocabulary
 
+    # Without a vocabulary in the settings, that of the tokenizer counts.
     words = 1 if settings.model.vocab_size else expected_vocabulary(settings.data)
     with user_values():
         model = with_vocabulary(settings.model, words)
@@ -113,6 +119,7 @@ def export(argv: list[str]) -> None:
     refuse_others(flags.out, "an exported model")
     from headwater.train import load_run
 
+    # Whatever layout it was trained under, the model is written as one file.
     model, tokenizer, _ = load_run(flags.folder)
     with whole_folder(flags.out) as folder:
         model.save(folder)
@@ -121,18 +128,44 @@ def export(argv: list[str]) -> None:
 
 
 def demo(argv: list[str]) -> None:
-    """Compare the plain residual with Attention Residuals here: a few minutes on two cores."""
+    """Look into two trained models, then compare their residuals here: four minutes on two cores."""
     flags = parse(DemoFlags, argv, demo)
     from headwater.train import compare as run
 
-    config = Config(model=DEMO["model"], optim=DEMO["optim"], train=DEMO["train"])
-    begun = (flags.out / "compare.json").exists()
+    began = time.monotonic()
+    # A comparison's folder holds nothing else.
+    page = flags.out.with_name(f"{flags.out.name}-pair.html")
+    inspect(["demo", "--out", str(page)])
+    looked = time.monotonic()
+    say(
+        f"After {looked - began:.0f} s the page has two trained models side by side: the plain one ended at "
+        "0.847 bits per byte, the one with Block Attention Residuals at 0.811."
+    )
+    say(
+        f"Open it. Meanwhile both residuals are trained here, small, with {len(DEMO['seeds'])} seeds."
+    )
     run(
-        config,
+        DEMO["config"],
         flags.out,
         residuals=DEMO["residuals"],
         seeds=DEMO["seeds"],
         jobs=flags.jobs,
-        resume=begun,
+        resume=(flags.out / "compare.json").exists(),
     )
-    say(f"Report: {make_report([flags.out], flags.out / 'report.html').resolve()}")
+    trained = time.monotonic()
+    path = make_report([flags.out], flags.out / "report.html")
+    ended = time.monotonic()
+    say(f"Report: {path.resolve()}")
+    say(
+        f"Seconds: {looked - began:.0f} to the first page, {trained - looked:.0f} of training, "
+        f"{ended - trained:.0f} for the report; {ended - began:.0f} in all."
+    )
+    # Without the environment on the path, the commands need the place that this one was called by.
+    program = Path("headwater") if shutil.which("headwater") else Path(sys.argv[0])
+    say(f"""Next:
+  {program} inspect demo --serve
+      asks the two trained models what you type
+  {program.with_name("python")} examples/own_transformer.py
+      puts Attention Residuals into a model of your own
+  {program} train --source docs --residual attnres-block --size nano --steps 200 --out runs/docs
+      trains on a text of your own, here the documentation""")

@@ -102,9 +102,8 @@ def test_each_residual_is_compared_with_its_formula_at_the_depth_of_the_rule():
         ]
 
     both = ("eager", "compiled")
-    rivals = [(("formula",), 12)] * 2 + [
-        ((*both, "formula"), 2)
-    ]  # unrolled, the last takes too long to compile at 12
+    # Unrolled, the last takes too long to compile at 12
+    rivals = [(("formula",), 12)] * 2 + [((*both, "formula"), 2)]
     assert jobs(12) == [(both, 12)] * 3 + rivals
     assert jobs(2) == [(("eager",), 12)] * 3 + [((*both, "formula"), 2)] * 3
     assert jobs(12, rule=False) == [(("eager",), 12)] * 3

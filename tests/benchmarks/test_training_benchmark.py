@@ -63,3 +63,14 @@ def test_the_speed_benchmark_takes_a_residual_of_ones_own():
     command = "-m benchmarks.speed --sizes tiny --device cpu --rounds 1 --plugin examples.new_residual --arms standard"
     found = json.loads(python(*command.split(), "embedding-skip", cwd=ROOT).splitlines()[-1])
     assert found["tiny"]["embedding-skip"]["tokens_per_second"] > 0
+
+
+@pytest.mark.slow
+def test_trainers_of_a_tiny_model_take_turns():
+    """Numbers mean nothing on a CPU; that each trainer has one does, and that losses and sizes agree."""
+    flags = "--sizes tiny --device cpu --rounds 1 --steps 1"
+    found = json.loads(
+        python("-m", "benchmarks.trainers", *flags.split(), cwd=ROOT, timeout=300).splitlines()[-1]
+    )
+    assert all(trainer["tokens_per_second"] > 0 for trainer in found["tiny"].values())
+    assert len(found["tiny"]) == 4
