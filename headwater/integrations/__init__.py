@@ -1,0 +1,1 @@
+"""headwater inside other engines, one file each."""
