@@ -4,7 +4,8 @@
 
 The first seeds of all arms come first, seed by seed; later seeds begin with the baselines, and go on with the arm whose
 runs so far end lowest. A run that dies is noted and not begun again. Beside the archive of all runs, results.jsonl has
-a line for each run as soon as it ends.
+a line for each run as soon as it ends. Processes on one GPU compute in turns unless NVIDIA's multi-process service
+runs. Start that service first: `nvidia-cuda-mps-control -d`.
 """
 
 import argparse
@@ -22,8 +23,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from headwater.train.sharing import shared_gpu
 
 from headwater.models import Decoder, ModelConfig
 from headwater.runs.settings import Config, DataSettings, OptimSettings, TrainSettings
@@ -47,6 +46,8 @@ ARMS = {
     "plain-keys": "attnres-block:key_weight=false",
     "three-opening": f"{TOKEN},token_at=opening",
     "three-difference": "block-reads:inputs=three,bias=true,form=difference",
+    "difference": "block-reads:bias=true,form=difference",
+    "three-bias": "block-reads:inputs=three,bias=true",
     "normed": "block-reads:bias=true,values=normed",
     "written": "block-reads:write_norm=true",
     "growing": "block-reads:blocks=growing",
@@ -110,7 +111,7 @@ def config_of(run: Run, options: argparse.Namespace, steps: int) -> Config:
     return config
 
 
-def launch(run: Run, options: argparse.Namespace, steps: int, shared: dict[str, str]) -> Active:
+def launch(run: Run, options: argparse.Namespace, steps: int) -> Active:
     folder = options.work / "runs" / run.name
     settings = options.work / "settings" / f"{run.name}.json"
     folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +126,7 @@ def launch(run: Run, options: argparse.Namespace, steps: int, shared: dict[str, 
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **threads, **shared},
+            env={**os.environ, **threads},
         )
     return Active(run, process, time.monotonic())
 
@@ -163,7 +164,7 @@ def conclude(active: Active, options: argparse.Namespace, losses: dict[str, list
         file.write(json.dumps(line) + "\n")
 
 
-def train_all(options: argparse.Namespace, steps: int, shared: dict[str, str]) -> None:
+def train_all(options: argparse.Namespace, steps: int) -> None:
     deadline = time.monotonic() + 60 * options.minutes
     losses: dict[str, list[float]] = {}
     walls: list[float] = []
@@ -177,7 +178,7 @@ def train_all(options: argparse.Namespace, steps: int, shared: dict[str, str]) -
             run = next(waiting, None)
             exhausted = run is None
             if run is not None:
-                active.append(launch(run, options, steps, shared))
+                active.append(launch(run, options, steps))
         time.sleep(0.5)
         for job in list(active):
             if job.process.poll() is not None:
@@ -239,9 +240,7 @@ def main() -> None:
     steps = options.steps or steps_for(options.size, options.ratio)
     print(f"{len(options.arms)} arms, {steps} steps a run", flush=True)
     began = time.monotonic()
-    with shared_gpu(options.jobs, print) as shared:
-        print("side by side" if shared else "in turns, without MPS", flush=True)
-        train_all(options, steps, shared)
+    train_all(options, steps)
     pack(options)
     print(f"{time.monotonic() - began:.0f} s in all", flush=True)
 
