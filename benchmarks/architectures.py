@@ -34,9 +34,9 @@ from benchmarks.tables import path
 from benchmarks.tinyhf import stir, tiny_config, tiny_model, tokens
 from headwater.errors import UserError
 from headwater.hf import LAYOUTS, Layout, convert, revert, verify
-from headwater.hf.convert.check import decoded, whole
 from headwater.hf.convert.refusals import REASONS, layout_of
 from headwater.hf.convert.trial import ERRORS
+from headwater.hf.same_function import decode, one_pass, relative_distance
 
 ROOT = Path(__file__).parent.parent
 RESULTS = path("cpu-architectures")
@@ -183,7 +183,7 @@ def try_type(model_type: str, root: Path) -> dict[str, Any]:
 
 
 def reason(model_type: str) -> str:
-    """Of a type that is not built here."""
+    """Say why a type is not built here."""
     try:
         layout_of(model_type, TYPES)
     except UserError as error:
@@ -245,25 +245,25 @@ def digest(model: nn.Module) -> str:
 
 def gradients(model: nn.Module, plain: nn.Module) -> float:
     """The cosine of all gradients of shared parameters; every added one gets a finite gradient."""
-    for each in (model, plain):
-        each.zero_grad()
-        each(tokens(), labels=tokens()).loss.backward()
-    ours = dict(model.named_parameters())
+    for network in (model, plain):
+        network.zero_grad()
+        network(tokens(), labels=tokens()).loss.backward()
+    converted = dict(model.named_parameters())
     shared = [
-        (ours[name].grad, p.grad) for name, p in plain.named_parameters() if p.grad is not None
+        (converted[name].grad, p.grad) for name, p in plain.named_parameters() if p.grad is not None
     ]
     one, other = (
         torch.cat([pair[which].double().flatten() for pair in shared]) for which in (0, 1)
     )
-    added = [p.grad for name, p in ours.items() if "residual." in name]
+    added = [p.grad for name, p in converted.items() if "residual." in name]
     hold(
         all(grad is not None and bool(grad.isfinite().all()) for grad in added),
         "an added parameter has no gradient",
     )
     cosine = float(torch.cosine_similarity(one, other, dim=0))
     hold(cosine > COSINE, f"gradients of the shared parameters point elsewhere: cosine {cosine}")
-    for each in (model, plain):
-        each.zero_grad()
+    for network in (model, plain):
+        network.zero_grad()
     return cosine
 
 
@@ -272,11 +272,11 @@ def static_cache(model: nn.Module, plain: nn.Module) -> bool | None:
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8, "min_new_tokens": 8}
     static = {**options, "cache_implementation": "static", "disable_compile": True}
     try:
-        theirs = plain.generate(tokens(), **static)
+        expected = plain.generate(tokens(), **static)
     except (*ERRORS, NotImplementedError):
         return None
     hold(
-        torch.equal(model.generate(tokens(), **static), theirs),
+        torch.equal(model.generate(tokens(), **static), expected),
         "another continuation with a static cache",
     )
     return True
@@ -287,23 +287,21 @@ def off_start(model: nn.Module, plain: nn.Module, dtype: torch.dtype) -> float |
     """One pass against decoding without a cache being wrong: relative, the median token. None: neither does the plain
     model give from its cache what it gives in one pass, or it has no cache."""
 
-    def gaps(each: nn.Module) -> Tensor | None:
-        one, other = whole(each, {"input_ids": tokens()}), decoded(each, {"input_ids": tokens()})
-        return (
-            None
-            if other is None
-            else (one - other).double().norm(dim=-1) / one.double().norm(dim=-1)
-        )
+    inputs = {"input_ids": tokens()}
+
+    def gaps(network: nn.Module) -> Tensor | None:
+        cached = decode(network, inputs)
+        return None if cached is None else relative_distance(cached, one_pass(network, inputs))
 
     limit = max(FAR, 16 * torch.finfo(dtype).eps)
-    theirs, ours = gaps(plain), gaps(model)
-    if theirs is None or ours is None or theirs.max() > limit:
+    plain_gaps, gaps_here = gaps(plain), gaps(model)
+    if plain_gaps is None or gaps_here is None or plain_gaps.max() > limit:
         return None
     hold(
-        float(ours.median()) <= limit,
-        f"trained, a token from the cache is off by {float(ours.median()):.2g}",
+        float(gaps_here.median()) <= limit,
+        f"trained, a token from the cache is off by {float(gaps_here.median()):.2g}",
     )
-    return float(ours.median())
+    return float(gaps_here.median())
 
 
 def load_again(rows: dict[str, dict[str, Any]], root: Path) -> None:
@@ -324,20 +322,20 @@ def load_again(rows: dict[str, dict[str, Any]], root: Path) -> None:
                 "why": f"{dtype}, loaded: {failed[str(folder)]}"[:300],
             }
             continue
-        found, expected = (
+        values, expected = (
             load_file(root / folder / f"{name}.safetensors")["logits"]
             for name in ("logits", "expected")
         )
         # Libraries for matrix products differ between processes
         eps = torch.finfo(expected.dtype).eps
         if not torch.allclose(
-            found, expected, rtol=4 * eps, atol=4 * eps * float(expected.abs().max())
+            values, expected, rtol=4 * eps, atol=4 * eps * float(expected.abs().max())
         ):
             row.update(status="wrong", why=f"{dtype}: loaded in a new process, it is another model")
 
 
 def tables() -> str:
-    """For the page: what converts, by the numbers of the results; and what does not, by reason."""
+    """Make the page's tables: what converts, with its numbers, and what does not, by reason."""
     results = json.loads(RESULTS.read_text())
     rows = results["types"]
     exact, refused = (
@@ -347,7 +345,7 @@ def tables() -> str:
     for name in exact:
         groups.setdefault(describe(layout_used(name)), []).append(name)
     lines = [
-        f"Of the {len(rows)} causal language models of transformers {results['transformers']}, {len(exact)} are exact,",
+        f"transformers {results['transformers']} has {len(rows)} causal language models. {len(exact)} are exact,",
         f"in fp32, bf16 and fp16, and {len(refused)} are refused with the reason. KL in nats per token, the largest of",
         f"a row, in fp32 (`{RESULTS.relative_to(ROOT)}`).",
         "",
@@ -358,18 +356,20 @@ def tables() -> str:
         kls = [
             max(rows[name]["fp32"][key] or 0.0 for name in names) for key in ("forward", "decoding")
         ]
-        lines.append(f"| {label} | {', '.join(names)} | {kls[0]:.0e} | {kls[1]:.0e} |")
+        lines.append(f"| {label} | {', '.join(names)} | `{kls[0]:.0e}` | `{kls[1]:.0e}` |")
     lines += ["", "| refused, since | model types |", "|---|---|"]
-    known = {name: why for why, names in REASONS for name in names.split()}
+    reason_by_type = {name: why for why, names in REASONS for name in names.split()}
     reasons: dict[str, list[str]] = {}
     for name in refused:
-        reasons.setdefault(known.get(name, "its layers are not described yet"), []).append(name)
+        reasons.setdefault(reason_by_type.get(name, "its layers are not described yet"), []).append(
+            name
+        )
     lines += [f"| {why} | {', '.join(names)} |" for why, names in reasons.items()]
     return "\n".join(lines) + "\n"
 
 
 def layout_used(model_type: str) -> Layout:
-    """Of the model itself, or of the text part of a model with several."""
+    """Return the layout of the model, or of the text part of a model with several."""
     return LAYOUTS.get(model_type) or LAYOUTS[TEXT_OF[model_type]]
 
 

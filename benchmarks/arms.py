@@ -70,8 +70,8 @@ class FlashAttnRes(Stack):
         queries = [None if read is None else read.query * read.key_weight for read in reads]
         block, blocks = self.residual.block, [x.unsqueeze(0)]
         for start in range(0, len(self.norms), block):
-            own = [q for q in queries[start : start + block] if q is not None]
-            out, lse = phase_1(torch.stack(blocks), torch.stack(own), EPS)
+            block_queries = [q for q in queries[start : start + block] if q is not None]
+            out, lse = phase_1(torch.stack(blocks), torch.stack(block_queries), EPS)
             total = None
             for i in range(start, min(start + block, len(self.norms))):
                 k = i - start - (start == 0)

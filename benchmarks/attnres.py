@@ -70,45 +70,48 @@ def worst_of(
     Errors are root mean squares over several draws: that of a query's gradient in half precision is a few tokens'
     roundings, ours and PyTorch's, and the ratio of one such to the other is anything between 0.5 and 1.04."""
     stacks = []
-    for ours, wide in ((False, torch.float64), (False, dtype), (True, dtype)):
+    for kernels, wide in ((False, torch.float64), (False, dtype), (True, dtype)):
         stack = Stack(spec, dim, 8)
-        if not ours and stack.residual.phased:
+        if not kernels and stack.residual.phased:
             stack = ReadEverySublayer(spec, dim, 8, reference_read)
-        elif not ours:  # options that the reader has not
+        elif not kernels:  # options that the reader has not
             stack = Stack(with_options(spec, backend="reference"), dim, 8)
         fill(stack)
         stacks.append(stack.to(device).to(dtype).to(wide))
     squares: list[tuple[list[float], list[float]]] = []  # by draw, of PyTorch and of ours
     for seed in range(draws):
-        truth, plain, mine = (
+        truth, plain, fused = (
             output_and_gradients(stack, tokens, dim, dtype, seed) for stack in stacks
         )
         squares.append(
             tuple(
-                [error(v, t) ** 2 for v, t in zip(way, truth, strict=True)] for way in (plain, mine)
+                [error(v, t) ** 2 for v, t in zip(way, truth, strict=True)]
+                for way in (plain, fused)
             )
         )
     means = [
         [statistics.fmean(same) ** 0.5 for same in zip(*way, strict=True)]
         for way in zip(*squares, strict=True)
     ]
-    return max(mine / (2 * plain + 1e-5) for plain, mine in zip(*means, strict=True))
+    return max(fused / (2 * plain + 1e-5) for plain, fused in zip(*means, strict=True))
 
 
 def output_and_gradients(
     stack: Stack, tokens: int, dim: int, dtype: torch.dtype, seed: int
 ) -> list[torch.Tensor]:
-    """Of numbers drawn in `dtype`, computed in the stack's own: the output, the gradient of the input, and those of all
-    parameters."""
-    own = next(stack.parameters())
-    draw = torch.Generator(own.device).manual_seed(seed)
+    """Return the output, the gradient of the input, and those of all parameters.
+
+    Inputs are drawn in `dtype`, and computed with in the stack's own."""
+    parameter = next(stack.parameters())
+    draw = torch.Generator(parameter.device).manual_seed(seed)
     x, upstream = (
-        torch.randn(tokens, dim, device=own.device, generator=draw).to(dtype) for _ in range(2)
+        torch.randn(tokens, dim, device=parameter.device, generator=draw).to(dtype)
+        for _ in range(2)
     )
-    leaf = x.to(own.dtype, copy=True).requires_grad_()  # one each, or their gradients add up
+    leaf = x.to(parameter.dtype, copy=True).requires_grad_()  # one each, or their gradients add up
     stack.zero_grad(set_to_none=True)
     out = stack(leaf)
-    out.backward(upstream.to(own.dtype))
+    out.backward(upstream.to(parameter.dtype))
     assert leaf.grad is not None
     return [out.detach(), leaf.grad, *(p.grad for p in stack.parameters() if p.grad is not None)]
 
@@ -182,13 +185,13 @@ def run_arm(name: str, case: dict[str, Any], *, warm: bool) -> dict[str, Any]:
 
         return {"forward": lambda: module(x), "both": both}
 
-    mine = steps(arm(name, case["spec"], dim, sublayers))
-    row: dict[str, Any] = {"arm": name, "first_step_s": cold_start(mine["both"])}
+    functions = steps(arm(name, case["spec"], dim, sublayers))
+    row: dict[str, Any] = {"arm": name, "first_step_s": cold_start(functions["both"])}
     if warm:
         return row
-    row["peak_gib"] = peak_gib(mine["both"])
+    row["peak_gib"] = peak_gib(functions["both"])
     plain = (
-        mine
+        functions
         if name == "plain-compiled"
         else steps(arm("plain-compiled", case["spec"], dim, sublayers))
     )
@@ -197,7 +200,7 @@ def run_arm(name: str, case: dict[str, Any], *, warm: bool) -> dict[str, Any]:
     )
     for suffix, prepare in kinds.items():
         for part in ("forward", "both"):
-            pair = paired(prepare(plain[part]), prepare(mine[part]), repeats=9)
+            pair = paired(prepare(plain[part]), prepare(functions[part]), repeats=9)
             row[part + suffix] = pair | {
                 "extra": pair["difference_ms"] / case["pass_ms"] / sublayers
             }
@@ -298,14 +301,14 @@ def run(options: argparse.Namespace) -> None:
         for part, names in ARMS.items()
     }
     if options.warm:
-        asked = [
+        extra_parts = [
             (part, name)
             for part in CASES
             if part in options.parts
             for name in arms[part]
             if name not in OURS
         ]
-        peers = [start(part, name, CASES[part], warm=True) for part, name in asked]
+        peers = [start(part, name, CASES[part], warm=True) for part, name in extra_parts]
         deadline = time.perf_counter() + options.warm
         keep(
             "warmed", [result_of(peer, max(1.0, deadline - time.perf_counter())) for peer in peers]

@@ -50,9 +50,8 @@ def measured(
 def continued(model: Any, prompt: torch.Tensor, room: int, new: int) -> Any:
     """`new` tokens; the cache has room for `room`."""
 
-    def enough(
-        tokens: Any, scores: Any, **_: Any
-    ) -> Any:  # a lower max_new_tokens would compile anew
+    # A lower max_new_tokens would compile anew
+    def enough(tokens: Any, scores: Any, **_: Any) -> Any:
         return torch.full(
             (len(tokens),), tokens.shape[1] >= prompt.shape[1] + new, device=tokens.device
         )

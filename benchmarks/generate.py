@@ -71,7 +71,7 @@ class Out(Exception):
 
 
 class Bench:
-    """What all parts share: the size, the device, the clock."""
+    """The size, the device and the clock, which all parts share."""
 
     def __init__(self, size: str, device: str, limit: float, rounds: int) -> None:
         self.size, self.device, self.rounds = size, device, rounds
@@ -360,12 +360,12 @@ def cold(bench: Bench) -> Iterator[tuple[str, Any]]:
                 "TRITON_CACHE_DIR": f"{folder}/triton",
             }
             command = [sys.executable, "-c", COLD, bench.size, bench.device, arm]
-            done = subprocess.run(
+            process = subprocess.run(
                 command, check=True, capture_output=True, text=True, env={**os.environ, **caches}
             )
             yield (
                 arm,
-                dict(zip(("model", "first_token", "captured"), map(float, done.stdout.split()))),
+                dict(zip(("model", "first_token", "captured"), map(float, process.stdout.split()))),
             )
 
 

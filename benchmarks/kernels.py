@@ -66,11 +66,11 @@ class Noted:
     stages: int
 
     def compiled(self) -> Any:
-        given, fixed = dict(self.types), dict(self.constants)
+        types, fixed = dict(self.types), dict(self.constants)
         places = {name: (place,) for place, name in enumerate(self.kernel.arg_names)}
         source = ASTSource(
             self.kernel,
-            {name: given.get(name, "constexpr") for name in places},
+            {name: types.get(name, "constexpr") for name in places},
             {places[name]: value for name, value in fixed.items()},
             {places[name]: [["tt.divisibility", 16]] for name in self.aligned},
         )
@@ -111,7 +111,7 @@ def type_of(argument: Tensor | float) -> str:
 
 
 def _sixteenfold(argument: Tensor | float) -> bool:
-    """As Triton finds: all tensors here begin at such an address."""
+    """Return whether Triton finds a multiple of 16; all tensors here begin at one."""
     return isinstance(argument, Tensor) or (isinstance(argument, int) and argument % 16 == 0)
 
 
@@ -218,7 +218,7 @@ def run_everything() -> None:
 
 
 def launches_of(run: Callable[[], None]) -> list[Noted]:
-    found: dict[Noted, None] = {}
+    compilations: dict[Noted, None] = {}
 
     def note(
         kernel: Any, tensors: Any, numbers: Any, constants: dict[str, Any], warps: int, stages: int
@@ -229,24 +229,24 @@ def launches_of(run: Callable[[], None]) -> list[Noted]:
             name for name, value in arguments.items() if _sixteenfold(value) and name not in free
         }
         types = tuple((name, type_of(value)) for name, value in arguments.items())
-        found[Noted(kernel, types, frozenset(aligned), tuple(constants.items()), warps, stages)] = (
-            None
-        )
+        compilations[
+            Noted(kernel, types, frozenset(aligned), tuple(constants.items()), warps, stages)
+        ] = None
 
     without_driver(note)
     run()
-    return [*found]
+    return [*compilations]
 
 
 def resources(compiled: Any) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        said = subprocess.run(
+        listing = subprocess.run(
             [TOOL, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
         )
-    numbers = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout)
-    assert numbers is not None, said.stdout
+    numbers = re.search(r"REG:(\d+) STACK:(\d+)", listing.stdout)
+    assert numbers is not None, listing.stdout
     return {
         "registers": int(numbers[1]),
         "stack": int(numbers[2]),
@@ -261,7 +261,7 @@ def main() -> None:
         if len(sys.argv) > 1 and not any(part in name for part in sys.argv[1:]):
             continue
         try:
-            found = resources(noted.compiled())
+            usage = resources(noted.compiled())
         except Exception as error:  # whatever of Triton's or its assembler's
             failed += 1
             print(
@@ -269,8 +269,8 @@ def main() -> None:
                 flush=True,
             )
             continue
-        failed += found["shared"] > MAX_SHARED
-        words = ", ".join(f"{key} {value}" for key, value in found.items())
+        failed += usage["shared"] > MAX_SHARED
+        words = ", ".join(f"{key} {value}" for key, value in usage.items())
         print(f"{name}: {noted.warps} warps, {words}", flush=True)
     if failed:
         raise SystemExit(f"{failed} kernels would not run on an H200")

@@ -46,11 +46,11 @@ def paired(
         [times(f, repeats=1, warmup=0, calls=calls)["ms"] for f in (base, other)]
         for _ in range(repeats)
     ]
-    differences = sorted(mine - plain for plain, mine in rounds)
+    differences = sorted(arm - plain for plain, arm in rounds)
     return {
         "plain_ms": statistics.median(plain for plain, _ in rounds),
-        "ms": statistics.median(mine for _, mine in rounds),
-        "p20": sorted(mine for _, mine in rounds)[repeats // 5],
+        "ms": statistics.median(arm for _, arm in rounds),
+        "p20": sorted(arm for _, arm in rounds)[repeats // 5],
         "difference_ms": statistics.median(differences),
         "difference_p20": differences[repeats // 5],
         "difference_p80": differences[-repeats // 5],
@@ -58,7 +58,7 @@ def paired(
 
 
 def device_ms(function: Callable[[], Any], own: Collection[str]) -> dict[str, float]:
-    """What the GPU itself works in one call, whatever the host does; and of it, in kernels of these names."""
+    """Time that the GPU itself works in one call; and the part of kernels with these names."""
     function()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -115,11 +115,13 @@ def copy_bandwidth(gib: int = 2) -> float:
 
 
 def provenance(command: str, device: str = "cuda") -> dict[str, Any]:
-    """Where a number came from. On a CPU the machine stands in for the GPU's name, and triton plays no part."""
+    """Name the machine, the versions and the command that a number came from.
+
+    On a CPU the machine stands in for the GPU's name, and triton plays no part."""
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
-        return done.stdout.strip()
+        process = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
+        return process.stdout.strip()
 
     chip: dict[str, Any] = {"cpu": f"{os.cpu_count()} cores, {platform.machine()}"}
     if device == "cuda":

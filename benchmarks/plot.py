@@ -16,20 +16,13 @@ text { fill: #222222 } .quiet { fill: #555555 }
 
 
 def bars(results: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
-    """(label, forward ms, forward + backward ms) per arm: medians with the host in the loop, and graph replays."""
+    """List (label, forward ms, forward + backward ms) of each arm, the fastest first."""
     rows: dict[str, tuple[float, float]] = {}
-    for arm in (
-        arm
-        for result in results
-        for arm in result.get("stack", {}).get("arms", [])
-        if "both" in arm
-    ):
-        rows.setdefault(arm["arm"], (arm["forward"]["ms"], arm["both"]["ms"]))
-        if "forward_graph" in arm:
-            rows.setdefault(
-                f"{arm['arm']}, CUDA graph", (arm["forward_graph"]["ms"], arm["both_graph"]["ms"])
-            )
-    return [(label, *times) for label, times in rows.items()]
+    for result in results:
+        for arm in result.get("stack", {}).get("arms", []):
+            if "both" in arm:
+                rows.setdefault(arm["arm"], (arm["forward"]["ms"], arm["both"]["ms"]))
+    return sorted(((label, *times) for label, times in rows.items()), key=lambda row: row[2])
 
 
 def svg(rows: list[tuple[str, float, float]]) -> str:
@@ -43,10 +36,11 @@ def svg(rows: list[tuple[str, float, float]]) -> str:
     ]
     for index, (label, forward, both) in enumerate(rows):
         y = 8 + ROW * index
+        light, dark = ("#94c0dd", "#1a609c") if "headwater" in label else ("#c9cdd3", "#8a919c")
         parts += [
             f'<text x="{LEFT - 10}" y="{y + 17}" text-anchor="end">{label}</text>',
-            f'<rect x="{LEFT}" y="{y}" width="{both * scale:.1f}" height="24" fill="#9ec5e8"/>',
-            f'<rect x="{LEFT}" y="{y}" width="{forward * scale:.1f}" height="24" fill="#2b6ca3"/>',
+            f'<rect x="{LEFT}" y="{y}" width="{both * scale:.1f}" height="24" fill="{light}"/>',
+            f'<rect x="{LEFT}" y="{y}" width="{forward * scale:.1f}" height="24" fill="{dark}"/>',
             f'<text x="{LEFT + both * scale + 8:.1f}" y="{y + 17}">{both:.1f} ms</text>',
         ]
     note = "dark: forward; light: forward + backward"
@@ -60,9 +54,9 @@ def svg(rows: list[tuple[str, float, float]]) -> str:
 LINES = {"plain": "plain", "block": "Block", "full": "Full"}  # names by arm, which is their colour
 
 
-def panel_of(title: str, across: str, found: dict[str, Any]) -> Panel:
+def panel_of(title: str, across: str, results: dict[str, Any]) -> Panel:
     """Milliseconds, of a part of `benchmarks.generate`, whose entries end in a number that doubles."""
-    rows = {int(name.split()[-1]): arms for name, arms in found.items() if isinstance(arms, dict)}
+    rows = {int(name.split()[-1]): arms for name, arms in results.items() if isinstance(arms, dict)}
     lines = [
         Line(name, arm, {number: [arms[arm]["ms"]] for number, arms in rows.items()})
         for arm, name in LINES.items()

@@ -93,8 +93,8 @@ def jobs_of(
             jobs.append(Job(spec, ("eager", *compiled), LAYERS))
         if rule:
             # The table has them at 12 layers
-            ours = () if table and depth == LAYERS else ("eager", "compiled")
-            rivals.append(Job(spec, (*ours, "formula"), depth))
+            arms = () if table and depth == LAYERS else ("eager", "compiled")
+            rivals.append(Job(spec, (*arms, "formula"), depth))
     return jobs + rivals
 
 
@@ -134,12 +134,12 @@ def rows_of(
             remaining.pop(0)
     end(process, deadline)
     process.communicate()
-    said = log.read_text().strip().splitlines()
-    late = process.returncode == -signal.SIGKILL
+    log_lines = log.read_text().strip().splitlines()
+    killed = process.returncode == -signal.SIGKILL
     reason = (
         f"killed: no result within {flags.limit:.0f} s"
-        if late
-        else (said[-1] if said else "it left no message")
+        if killed
+        else (log_lines[-1] if log_lines else "it left no message")
     )
     for arm in remaining:
         yield {"residual": job.residual, "arm": arm, "layers": job.layers, "error": reason}
@@ -171,25 +171,25 @@ def ratios(rows: list[Row], residual: str, rule_layers: int) -> Row:
     """Against the plain residual at 12 layers, and against the straightforward compile. A red gate gives no number."""
     result: Row = {"residual": residual}
     for arm in ("eager", "compiled"):
-        mine, plain = (find(rows, name, arm, LAYERS) for name in (residual, rows[0]["residual"]))
-        if mine and plain:
-            result[f"{arm}_time"] = mine["ms"] / plain["ms"]
-            result[f"{arm}_memory"] = mine["peak_mib"] / plain["peak_mib"]
+        row, plain = (find(rows, name, arm, LAYERS) for name in (residual, rows[0]["residual"]))
+        if row and plain:
+            result[f"{arm}_time"] = row["ms"] / plain["ms"]
+            result[f"{arm}_memory"] = row["peak_mib"] / plain["peak_mib"]
     depth = rule_depth(residual, rule_layers)
     straight = find(rows, residual, "formula", depth)
     if straight is None:
         return result
     result["straightforward_layers"] = depth
     for arm in ("eager", "compiled"):
-        mine = find(rows, residual, arm, depth)
-        if mine is None:
+        row = find(rows, residual, arm, depth)
+        if row is None:
             continue
-        if abs(mine["loss"] - straight["loss"]) > GATE * straight["loss"]:
+        if abs(row["loss"] - straight["loss"]) > GATE * straight["loss"]:
             return {
                 **result,
-                "error": f"losses differ: {arm} {mine['loss']:.4f}, formula {straight['loss']:.4f}",
+                "error": f"losses differ: {arm} {row['loss']:.4f}, formula {straight['loss']:.4f}",
             }
-        result[f"{arm}_over_straightforward"] = mine["ms"] / straight["ms"]
+        result[f"{arm}_over_straightforward"] = row["ms"] / straight["ms"]
     over = [value for key, value in result.items() if key.endswith("_over_straightforward")]
     return {**result, "within_limit": min(over) <= LIMIT} if over else result
 

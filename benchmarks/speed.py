@@ -142,17 +142,17 @@ class Arm:
         self.run: Run = begin(
             config_of(name, size, folder, device), folder / size / name, resume=False
         )
-        said: list[str] = []
-        self.steps = steps_of(self.run, said.append)
+        ways: list[str] = []
+        self.steps = steps_of(self.run, ways.append)
         first = [*self.steps.take(1), *self.steps.wait()][0]
-        self.found: dict[str, Any] = {
+        self.record: dict[str, Any] = {
             "first_loss": first.loss,
             "first_step_seconds": time.perf_counter() - began,
         }
         self.number = 1
         self.go(5)
-        self.found |= {
-            "way": said,
+        self.record |= {
+            "way": ways,
             "parameters": self.run.whole.parameter_count()["total"],
             "flops_per_token": self.run.whole.flops_per_token(self.run.train.context),
             "peak_gib": (torch.cuda.max_memory_allocated() - before) / 2**30
@@ -189,14 +189,14 @@ class FlaArm:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.tokens = torch.randint(VOCABULARY, (windows, shape["context"]), device=device)
         loss = float(self.step())
-        self.found: dict[str, Any] = {
+        self.record: dict[str, Any] = {
             "first_loss": loss,
             "first_step_seconds": time.perf_counter() - began,
         }
         self.go(5)
         count = sum(p.numel() for p in self.model.parameters())
-        self.found |= {"way": ["eager"], "parameters": count}
-        self.found["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+        self.record |= {"way": ["eager"], "parameters": count}
+        self.record["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
         self.rates: list[float] = []
 
     def step(self) -> Tensor:
@@ -250,7 +250,7 @@ def measure(size: str, names: list[str], folder: Path, device: str, rounds: int)
         try:
             arms.append(arm_of(name, size, folder, device))
             print(
-                f"{size} {name}: ready after {arms[-1].found['first_step_seconds']:.1f} s",
+                f"{size} {name}: ready after {arms[-1].record['first_step_seconds']:.1f} s",
                 file=sys.stderr,
             )
         except (
@@ -263,25 +263,25 @@ def measure(size: str, names: list[str], folder: Path, device: str, rounds: int)
         for arm in arms[number % len(arms) :] + arms[: number % len(arms)]:
             arm.go(STEPS)
             arm.rates.append(arm.go(STEPS))
-    plain = next(arm.found["first_loss"] for arm in arms if arm.name in PLAIN)
+    plain = next(arm.record["first_loss"] for arm in arms if arm.name in PLAIN)
     results: dict[str, Any] = {}
     for arm in arms:
-        if abs(arm.found["first_loss"] - plain) > GATE * plain:
+        if abs(arm.record["first_loss"] - plain) > GATE * plain:
             results[arm.name] = {
-                **arm.found,
+                **arm.record,
                 "failed": "its first loss is not the plain residual's",
             }
             continue
         ordered = sorted(arm.rates)
         rate = statistics.median(ordered)
         spread = {"p20": ordered[len(ordered) // 5], "p80": ordered[-1 - len(ordered) // 5]}
-        results[arm.name] = {**arm.found, "tokens_per_second": rate, **spread}
+        results[arm.name] = {**arm.record, "tokens_per_second": rate, **spread}
         if isinstance(arm, Arm):
             arm.run.log.close()
     best = max(results[name]["tokens_per_second"] for name in PLAIN if name in results)
-    for found in results.values():
-        if "tokens_per_second" in found:
-            found["of_plain"] = found["tokens_per_second"] / best
+    for row in results.values():
+        if "tokens_per_second" in row:
+            row["of_plain"] = row["tokens_per_second"] / best
     return results | failed
 
 
@@ -364,28 +364,28 @@ def main() -> None:
 
 def report(flags: argparse.Namespace) -> None:
     gpu = flags.device == "cuda"
-    found: dict[str, Any] = provenance(
+    results: dict[str, Any] = provenance(
         "python -m benchmarks.speed " + " ".join(sys.argv[1:]), flags.device
     )
-    found["matrix_flops"] = matrix_rate() if gpu else None
+    results["matrix_flops"] = matrix_rate() if gpu else None
     with tempfile.TemporaryDirectory() as folder:
         for size in flags.sizes:
-            found[size] = measure(
+            results[size] = measure(
                 size, flags.arms or list(DEFAULT[size]), Path(folder), flags.device, flags.rounds
             )
-            for arm in found[size].values():
+            for arm in results[size].values():
                 if gpu and "tokens_per_second" in arm and "flops_per_token" in arm:
                     arm["utilisation"] = (
-                        arm["tokens_per_second"] * arm["flops_per_token"] / found["matrix_flops"]
+                        arm["tokens_per_second"] * arm["flops_per_token"] / results["matrix_flops"]
                     )
             if flags.out:
-                flags.out.write_text(json.dumps(found, indent=1) + "\n")
+                flags.out.write_text(json.dumps(results, indent=1) + "\n")
             torch.cuda.empty_cache() if gpu else None
     for arm in flags.cold if gpu else ():
-        found.setdefault("cold_first_step_seconds", {})[arm] = cold(arm, flags.sizes[0])
+        results.setdefault("cold_first_step_seconds", {})[arm] = cold(arm, flags.sizes[0])
     if flags.out:
-        flags.out.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found))
+        flags.out.write_text(json.dumps(results, indent=1) + "\n")
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.plot import bars, panel_of, svg
 from headwater.analyze.plot import picture
+from headwater.models.config import SIZES
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -17,6 +18,7 @@ MARKS = re.compile(r"(<!-- ([a-z]+):begin -->\n).*?(<!-- \2:end -->)", re.DOTALL
 # Ours beside the plain residual and some; the peers whose start is slow
 STACK = ("h200-attnres", "h200-attnres-peers")
 ASSETS = ROOT / "docs" / "assets"
+SHAPES = {name: dict(shape) for name, shape in SIZES.items()}
 Cells = list[str]
 
 ARMS = {
@@ -46,21 +48,27 @@ TRAINED = {
     "deepcrossattention": "DeepCrossAttention, layers compiled",
     "fla-kda": "fla's KDA model, dense, eager",
 }
+TRAINERS = {
+    "headwater": "headwater",
+    "headwater-block": "headwater, Block",
+    "loop": "a compiled loop like nanoGPT's",
+    "transformers": "Trainer of transformers",
+}
 
 
 def path(name: str) -> Path:
     """The current file of a measurement, such as h200-speed: the newest outside of the archive. There is a folder for
     each day; what has just been measured may still lie beside them."""
-    found = [
+    files = [
         RESULTS / f"{name}.json",
         *sorted(RESULTS.glob(f"????-??-??/{name}.json"), reverse=True),
     ]
-    return next(file for file in found if file.exists())
+    return next(file for file in files if file.exists())
 
 
 def read(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path(name).read_text())
-    return found
+    results: dict[str, Any] = json.loads(path(name).read_text())
+    return results
 
 
 def grid(head: Cells, rows: list[Cells]) -> str:
@@ -69,16 +77,16 @@ def grid(head: Cells, rows: list[Cells]) -> str:
 
 
 def source(*names: str) -> str:
-    """Where a table comes from: file, machine, torch."""
+    """Name the file, the machine and the torch that a table comes from."""
     about = []
-    for name, found in ((name, read(name)) for name in names):
-        machine = f"{found.get('gpu') or found['cpu']}, torch {found['torch'].split('+')[0]}"
+    for name, results in ((name, read(name)) for name in names):
+        machine = f"{results.get('gpu') or results['cpu']}, torch {results['torch'].split('+')[0]}"
         about.append(f"`{path(name).relative_to(RESULTS)}` ({machine})")
     return f"\nFrom {' and '.join(about)} in `benchmarks/results`.\n"
 
 
 def step_costs() -> dict[str, dict[str, float | None]]:
-    """By residual: time and peak memory of an eager step relative to `standard`, at 12 layers."""
+    """Time and peak memory of an eager step of each residual relative to `standard`, at 12 layers."""
     cpu, gpu = (
         {row["residual"]: row for row in read(name)["summary"]}
         for name in ("cpu-residuals", "h200-residuals")
@@ -99,8 +107,8 @@ def step_costs() -> dict[str, dict[str, float | None]]:
 
 def costs() -> str:
     rows = [
-        [f"`{name}`", *("-" if value is None else f"{value:.2f}" for value in found.values())]
-        for name, found in step_costs().items()
+        [f"`{name}`", *("-" if value is None else f"{value:.2f}" for value in costs.values())]
+        for name, costs in step_costs().items()
     ]
     head = ["residual", "time, two cores", "memory", "time, H200", "memory"]
     return grid(head, rows) + source("cpu-residuals", "h200-residuals")
@@ -111,16 +119,16 @@ def duality() -> str:
         [f"`{row['residual']}`", f"{row['eager_time']:.2f}", f"{row['eager_memory']:.2f}"]
         for row in read("cpu-duality")["summary"]
     ]
-    return grid(["arm", "time of a step", "memory"], rows) + source("cpu-duality")
+    return grid(["variant", "time of a step", "memory"], rows) + source("cpu-duality")
 
 
 def trained(size: str, *names: str) -> str:
     """Tokens per second of `headwater train`, and its peak of memory; of an arm that is in several files, the first's.
     Each is compared with the plain residual of its own run."""
-    found = {arm: run for name in reversed(names) for arm, run in read(name)[size].items()}
+    runs = {arm: run for name in reversed(names) for arm, run in read(name)[size].items()}
     rows = []
     for arm, label in TRAINED.items():
-        if "tokens_per_second" in (run := found.get(arm, {})):
+        if "tokens_per_second" in (run := runs.get(arm, {})):
             memory = "-" if run.get("peak_gib") is None else f"{run['peak_gib']:.1f}"
             rate = run["tokens_per_second"] / 1000
             rows.append(
@@ -167,7 +175,7 @@ def full() -> str:
 
 
 def decoder() -> str:
-    found = [
+    arms = [
         arm
         for name in ("h200-attnres", "h200-attnres-read-decoder")
         for arm in read(name)["decoder"]["arms"]
@@ -179,14 +187,14 @@ def decoder() -> str:
             f"{arm['ms']:.0f}",
             f"{arm['overhead_percent']:.1f} %",
         ]
-        for arm in sorted(found, key=lambda arm: -arm["dim"])
+        for arm in sorted(arms, key=lambda arm: -arm["dim"])
         if "overhead_percent" in arm
     ]
     head = ["width", "plain, ms", "headwater, ms", "overhead"]
     return grid(head, rows) + source("h200-attnres", "h200-attnres-read-decoder")
 
 
-def _beside_plain(found: dict[str, Any], first: str) -> str:
+def _beside_plain(results: dict[str, Any], first: str) -> str:
     """Rows by what they are called; milliseconds of the plain residual, and of others with what they take more."""
     rows = [
         [
@@ -197,7 +205,7 @@ def _beside_plain(found: dict[str, Any], first: str) -> str:
                 for arm in ("block", "full")
             ),
         ]
-        for name, arms in found.items()
+        for name, arms in results.items()
         if isinstance(arms, dict)
     ]
     return grid([first, "plain, ms", "Block, ms", "Full, ms"], rows)
@@ -206,15 +214,15 @@ def _beside_plain(found: dict[str, Any], first: str) -> str:
 def decoding() -> str:
     """Few rows have been measured again since."""
     names = ("h200-generate", "h200-generate-few")
-    found = {batch: arms for name in names for batch, arms in read(name)["decode"].items()}
-    return _beside_plain(found, "rows") + source(*names)
+    results = {batch: arms for name in names for batch, arms in read(name)["decode"].items()}
+    return _beside_plain(results, "rows") + source(*names)
 
 
 def cold() -> str:
-    found = read("h200-generate-cold")["cold"]
+    results = read("h200-generate-cold")["cold"]
     rows = [
-        [arm, *(f"{found[arm][what]:.1f}" for what in ("model", "first_token", "captured"))]
-        for arm in found
+        [arm, *(f"{results[arm][what]:.1f}" for what in ("model", "first_token", "captured"))]
+        for arm in results
     ]
     head = [
         "seconds of a new process, nothing compiled",
@@ -242,15 +250,15 @@ def longer() -> str:
 
 
 def transformers() -> str:
-    found = read("h200-generate-transformers")
-    ours = found["decode"]["batch 1"]
+    results = read("h200-generate-transformers")
+    batch = results["decode"]["batch 1"]
     rows = [
         [
             "transformers, static cache, compiled",
-            f"{found['hf']['transformers, batch 1']['ms']:.2f}",
+            f"{results['hf']['transformers, batch 1']['ms']:.2f}",
         ],
-        ["headwater, plain residual", f"{ours['plain']['ms']:.2f}"],
-        ["headwater, Block Attention Residuals", f"{ours['block']['ms']:.2f}"],
+        ["headwater, plain residual", f"{batch['plain']['ms']:.2f}"],
+        ["headwater, Block Attention Residuals", f"{batch['block']['ms']:.2f}"],
     ]
     return grid(["one row, one process", "ms a token"], rows) + source("h200-generate-transformers")
 
@@ -273,13 +281,45 @@ def _share(row: dict[str, Any]) -> str:
     return f"{100 * row['of_copy_bandwidth']:.0f} %"
 
 
+def shapes() -> str:
+    """The plain sizes that `--size` names, with their parameters between embedding and head."""
+    import torch
+
+    from headwater.models import Decoder, ModelConfig
+
+    columns = ("dim", "layers", "heads", "kv_heads", "mlp_dim", "context")
+    rows = []
+    for name, shape in SHAPES.items():
+        if name.startswith("kimi"):
+            continue
+        with torch.device("meta"):
+            model = Decoder(ModelConfig(vocab_size=64, **shape))
+        count = model.parameter_count()["total"] - 2 * 64 * shape["dim"]
+        rows.append(
+            [f"`{name}`", *(str(shape[column]) for column in columns), f"{count / 1e6:.1f} M"]
+        )
+    return grid(["size", *columns, "parameters"], rows)
+
+
+def trainers() -> str:
+    """Thousands of tokens per second by size of the model; a trainer that failed has none."""
+    results = read("h200-trainers")
+    rows = []
+    for size in ("50m", "342m"):
+        rates = [results[size][name].get("tokens_per_second") for name in TRAINERS]
+        cells = ["-" if rate is None else f"{rate / 1000:.0f}" for rate in rates]
+        rows.append([size.upper(), *cells])
+    return grid(["thousand tokens per second", *TRAINERS.values()], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "costs": costs,
+    "shapes": shapes,
     "duality": duality,
     "speed": partial(
         trained,
         "50m",
-        *(f"h200-speed{more}" for more in ("", "-fla", "-whole", "-deepcrossattention")),
+        *(f"h200-speed{suffix}" for suffix in ("", "-fla", "-whole", "-deepcrossattention")),
     ),
     "larger": partial(trained, "342m", "h200-speed-342m"),
     "kimi": partial(trained, "kimi", "h200-speed-kimi"),
@@ -296,9 +336,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "transformers": transformers,
 }
 
+if list(RESULTS.rglob("h200-trainers.json")):  # README's table is empty until it is measured
+    TABLES["trainers"] = trainers
+
 
 def pages() -> list[Path]:
-    """What may hold a table."""
+    """The pages that may hold a table."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -308,13 +351,13 @@ def filled(text: str) -> str:
 
 
 def plain_name(arm: str) -> str:
-    """Of an arm of the stack, or of its CUDA graph, as the table beside the figure calls it."""
+    """Name an arm of the stack, or its CUDA graph, as the table beside the figure does."""
     name, comma, how = arm.partition(", ")
     return re.sub("[*`]", "", ARMS[name]) + comma + how
 
 
 def figures() -> dict[Path, str]:
-    """By the file that each is drawn to."""
+    """The figures, by the file that each is drawn to."""
     panels = [
         panel_of("ms a token, by depth", "layers", read("h200-generate-depth")["depth"]),
         panel_of(
@@ -332,8 +375,8 @@ def figures() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
-    for file, drawn in figures().items():
-        file.write_text(drawn, encoding="utf-8")
+    for file, figure in figures().items():
+        file.write_text(figure, encoding="utf-8")
     for page in pages():
         text = page.read_text(encoding="utf-8")
         if (new := filled(text)) != text:

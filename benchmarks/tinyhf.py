@@ -150,7 +150,7 @@ PARTS: dict[str, dict[str, dict]] = {}  # of a model type, by the type of its pa
 
 
 def tiny_config(model_type: str, **overrides):
-    """Of a model with several parts, each part small."""
+    """Make a small config; of a model with several parts, each part is small."""
     kind = own_config(model_type)
     parts = getattr(kind, "sub_configs_defaults", None) or {}
     inner = {name: _part(spec, model_type) for name, spec in parts.items()}
@@ -159,8 +159,12 @@ def tiny_config(model_type: str, **overrides):
 
 def _part(spec, model_type: str):
     """A config of one part: by the class that its kind says, or by a model type."""
-    named = getattr(spec, "model_type", None)
-    kind = own_config(named) if isinstance(named, str) and not isinstance(spec, type) else spec
+    model_type = getattr(spec, "model_type", None)
+    kind = (
+        own_config(model_type)
+        if isinstance(model_type, str) and not isinstance(spec, type)
+        else spec
+    )
     sizes = (
         _sizes(kind)
         | OF.get(kind.model_type, {})
@@ -177,16 +181,22 @@ def _sizes(kind: type) -> dict[str, object]:
 
 
 def _takes(kind: type, name: str) -> bool:
-    """Whether a config has a field of this name that can be set: a size that follows from others is a property."""
-    own = kind.attribute_map.get(name, name)
-    known = getattr(kind, own, None)
-    if isinstance(known, property):
-        return known.fset is not None
-    return any({name, own} & vars(base).get("__annotations__", {}).keys() for base in kind.__mro__)
+    """Return whether a config has a field of this name that can be set.
+
+    A size that follows from others is a property."""
+    attribute = kind.attribute_map.get(name, name)
+    value = getattr(kind, attribute, None)
+    if isinstance(value, property):
+        return value.fset is not None
+    return any(
+        {name, attribute} & vars(base).get("__annotations__", {}).keys() for base in kind.__mro__
+    )
 
 
 def tiny_model(model_type: str, seed: int = 0, **overrides):
-    """In eval mode; norms and biases away from one and zero, so that a forgotten one shows."""
+    """Build a model in eval mode, with norms and biases away from one and zero.
+
+    A forgotten one then shows."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(model_type, **overrides)).eval()
     with torch.no_grad():
@@ -198,14 +208,14 @@ def tiny_model(model_type: str, seed: int = 0, **overrides):
 
 def sample() -> list[str]:
     """One causal language model of every layout in the table; benchmarks/architectures.py tries them all."""
-    known = [
+    pairs = [
         (layout, name)
         for layout, names in ROWS
         for name in names.split()
         if name in CONFIG_MAPPING_NAMES
     ]
-    found = dict(reversed(known))
-    return list(reversed(found.values()))
+    spec_by_type = dict(reversed(pairs))
+    return list(reversed(spec_by_type.values()))
 
 
 def tokens(batch: int = 2, length: int = 12, seed: int = 1) -> torch.Tensor:

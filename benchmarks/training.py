@@ -102,9 +102,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_corpus(Path(folder) / "corpus")
         for arm in arms_of(flags):
-            left = flags.budget - (time.monotonic() - began)
+            remaining = flags.budget - (time.monotonic() - began)
             result["arms"].append(
-                {"arm": arm, **run_arm(arm, folder, flags, min(flags.limit, left))}
+                {"arm": arm, **run_arm(arm, folder, flags, min(flags.limit, remaining))}
             )
             check(result["arms"])
             print(json.dumps(result["arms"][-1]), flush=True)
@@ -138,8 +138,8 @@ def arms_of(flags: argparse.Namespace) -> list[str]:
         raise SystemExit(
             f"unknown arms {', '.join(sorted(unknown))}. Valid arms: {', '.join(arms)}"
         )
-    asked = [arm for arm in arms if not flags.only or names[arm] & set(flags.only)]
-    return sorted(asked, key=lambda arm: arm.split("/")[1] in SAVE_ARMS)
+    chosen = [arm for arm in arms if not flags.only or names[arm] & set(flags.only)]
+    return sorted(chosen, key=lambda arm: arm.split("/")[1] in SAVE_ARMS)
 
 
 def device_of(flags: argparse.Namespace) -> str:
@@ -177,13 +177,15 @@ def run_arm(arm: str, folder: str, flags: argparse.Namespace, limit: float) -> d
     ]
     began = time.monotonic()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+        process = subprocess.run(
+            command, capture_output=True, text=True, timeout=limit, check=False
+        )
     except subprocess.TimeoutExpired:
         return {"failed": f"it took more than {limit:.0f} s"}
-    if done.returncode:
-        return {"failed": (done.stderr.strip().splitlines() or ["no message"])[-1]}
+    if process.returncode:
+        return {"failed": (process.stderr.strip().splitlines() or ["no message"])[-1]}
     return {
-        **json.loads(done.stdout.splitlines()[-1]),
+        **json.loads(process.stdout.splitlines()[-1]),
         "wall_seconds": round(time.monotonic() - began, 1),
     }
 
@@ -219,7 +221,7 @@ def measure(flags: argparse.Namespace, residual: str, arm: str) -> dict[str, Any
         torch.cuda.reset_peak_memory_stats()
     seconds = sorted(timed(run) for _ in range(preset.steps))
     median = seconds[len(seconds) // 2]
-    found = {
+    record = {
         "parameters": run.whole.parameter_count()["total"],
         "loss": loss,
         "step_ms": {
@@ -229,11 +231,11 @@ def measure(flags: argparse.Namespace, residual: str, arm: str) -> dict[str, Any
         "peak_memory_gib": peak_memory(run.device) / 2**30,
     }  # fmt: skip
     if arm in SAVE_ARMS:
-        found |= saving(run, preset.interval)
+        record |= saving(run, preset.interval)
     run.log.close()
     if not ranks.alone:
         torch.distributed.destroy_process_group()
-    return found
+    return record
 
 
 def config_of(preset: Preset, residual: str, folder: Path, arm: str) -> Config:
@@ -265,7 +267,7 @@ def grid_of_one(config: Config) -> Ranks:
 
 
 def step(run: Run) -> float:
-    """As the training loop does it: the loss and the gradient norm are read on the host, which waits for the GPU."""
+    """Step as the training loop does: the host reads loss and gradient norm, and waits for the GPU."""
     loss = accumulate(run, run.step + 1)
     update(run, run.step + 1, loss)
     run.step += 1
@@ -289,19 +291,19 @@ def saving(run: Run, interval: int) -> dict[str, Any]:
     run.saver.wait()
     rounds: list[dict[str, float]] = []
     for number in range(ROUNDS):
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for kind in ("alone", "with") if number % 2 == 0 else ("with", "alone"):
             began = time.perf_counter()
             if kind == "with":
                 save(run)
-                found["blocked"] = time.perf_counter() - began
+                seconds["blocked"] = time.perf_counter() - began
             for _ in range(interval):
                 timed(run)
             run.saver.wait()
-            found[kind] = time.perf_counter() - began
-        rounds.append(found)
+            seconds[kind] = time.perf_counter() - began
+        rounds.append(seconds)
     alone, together, blocked = (
-        sum(found[kind] for found in rounds) for kind in ("alone", "with", "blocked")
+        sum(seconds[kind] for seconds in rounds) for kind in ("alone", "with", "blocked")
     )
     size = sum(
         file.stat().st_size for file in (run.folder / "checkpoints").rglob("*") if file.is_file()
@@ -314,7 +316,7 @@ def saving(run: Run, interval: int) -> dict[str, Any]:
             "seconds": rounds,
             "share_blocked": blocked / alone,
             "share_of_loop": together / alone - 1,
-            "share_by_round": [found["with"] / found["alone"] - 1 for found in rounds],
+            "share_by_round": [seconds["with"] / seconds["alone"] - 1 for seconds in rounds],
         }
     }
 
