@@ -93,9 +93,8 @@ def sizes(found: dict[str, Runs]) -> str:
         tokens, steps, parameters = (
             group[0].summary[key] for key in ("tokens", "steps", "parameters")
         )  # type: ignore[index]
-        inner = parameters - 2 * width * setting(
-            group[0], "model.vocab_size"
-        )  # between embedding and head
+        # Between embedding and head
+        inner = parameters - 2 * width * setting(group[0], "model.vocab_size")
         told = [
             f"{tokens / 1e6:.0f} million",
             f"{tokens / inner:.0f}",
@@ -123,9 +122,8 @@ def million(width: int) -> str:
 
 
 Cost = Callable[[RecordedRun], float | None]
-COMPARED: dict[
-    str, list[Scaling]
-] = {}  # by their points: a table and a picture show the same curves
+# By their points: a table and a picture show the same curves
+COMPARED: dict[str, list[Scaling]] = {}
 
 
 def curves(runs: Runs, cost: Cost = operations, base: str = BASELINE) -> list[Scaling]:
@@ -230,7 +228,7 @@ def clock(runs: Runs, speeds: dict[str, Any]) -> str:
     head = [
         "width",
         "",
-        "thousand tokens a second",
+        "thousand tokens per second",
         "of plain",
         "GiB",
         "seconds of a run",

@@ -89,22 +89,29 @@ def scaling_pictures(runs: Runs, speeds: dict[str, Any]) -> dict[Path, str]:
     """Loss against operations; against seconds, and against memory."""
     drawn, measured = {}, alone(speeds)
     if found := curves(runs):
-        panels = panels_of(found, BASELINE)
-        drawn[ASSETS / "study-scaling.svg"] = picture(panels, "Loss against operations")
+        _, saved = panels_of(found, BASELINE)
+        panels = [leads(runs, [curve.residual for curve in found]), saved]
+        drawn[ASSETS / "study-scaling.svg"] = picture(panels, "Leads and compute saved, by size")
     timed = [run for run in runs if seconds(measured)(run) is not None]
     if found := curves(timed, seconds(measured)):
         held: dict[str, dict[float, list[float]]] = {}
         for (width, arm), group in grouped(timed, "model.dim", "model.residual").items():
             held.setdefault(arm, {})[measured[width, arm]["peak_gib"]] = [*map(score, group)]
         curved = [curve.residual for curve in found]
-        colours = colours_of(
-            [*curved, *(arm for arm in held if arm not in curved)]
-        )  # as in the panels before
+        # As in the panels before
+        colours = colours_of([*curved, *(arm for arm in held if arm not in curved)])
         lines = [Line(arm, colours[arm], at) for arm, at in held.items()]
         memory = Panel("bits per byte", "GiB", lines, log=True, label="{:.1f}".format)
         panels = [*panels_of(found, BASELINE, "seconds"), memory]
         drawn[ASSETS / "study-clock.svg"] = picture(panels, "Loss against time and memory")
     return drawn
+
+
+def leads(runs: Runs, arms: list[str]) -> Panel:
+    """Draw each arm's difference from the plain residual by width: curves of loss lie on top of each other."""
+    points, colours = _less_plain(runs, "model.dim"), colours_of(arms)
+    lines = [Line(arm, colours[arm], points[arm]) for arm in arms if points.get(arm)]
+    return Panel("bits per byte, less the plain residual", "width", lines, log=True)
 
 
 def maps_of(runs: Runs) -> list[Map]:

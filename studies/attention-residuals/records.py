@@ -16,15 +16,10 @@ from headwater.runs.tables import Table, markdown
 HERE = Path(__file__).parent
 BASELINE = "standard"
 MAPPED = 8e-3  # the learning rate whose depth weights are drawn, and of whose runs the table of magnitudes takes more
-RULE = {
-    128: 1.1e-2,
-    192: 8e-3,
-    256: 6e-3,
-    384: 4e-3,
-}  # README.md's learning rates of the scaling, by width
-OWN = {
-    "completep": {128: 2.4e-2, 192: 1.6e-2, 256: 1.2e-2, 384: 8e-3}
-}  # of arms whose best is another
+# README.md's learning rates of the scaling, by width
+RULE = {128: 1.1e-2, 192: 8e-3, 256: 6e-3, 384: 4e-3}
+# Of arms whose best is another
+OWN = {"completep": {128: 2.4e-2, 192: 1.6e-2, 256: 1.2e-2, 384: 8e-3}}
 EARLY, LATER, STEPS = 500, 1000, 1472  # evaluations of the smallest size, and all its steps
 Runs = list[RecordedRun]
 

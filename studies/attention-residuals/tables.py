@@ -27,7 +27,16 @@ from records import (
 
 from headwater.analyze.plot import ARMS
 from headwater.runs.record import RecordedRun
-from headwater.runs.stats import UNTOLD, Paired, Stat, minus, pair, reach, spearman, summarize
+from headwater.runs.stats import (
+    NOT_SIGNIFICANT,
+    Paired,
+    Stat,
+    minus,
+    pair,
+    reach,
+    spearman,
+    summarize,
+)
 
 FACTOR = "optim.query_lr"
 SEEDS = (2, 3, 4, 6, 8)  # of the table that says what so many can tell
@@ -102,7 +111,9 @@ def ablations(runs: Runs) -> str:
             theirs = percent(PAPER[arm] / PAPER[BASELINE] - 1) if arm in PAPER else ""
             more = percent(parameters[arm] / parameters[BASELINE] - 1)
             cells = [early.get(arm, "-"), percent(apart / plain), theirs, more]
-        verdict = UNTOLD if row[1] == "2" and abs(apart) <= LEAST and arm != BASELINE else row[-1]
+        verdict = row[-1]
+        if row[1] == "2" and abs(apart) <= LEAST and arm != BASELINE:
+            verdict = NOT_SIGNIFICANT
         rows.append([*row[:5], *cells, *row[5:-1], verdict])
     head = [*COLUMNS[:5], f"at step {EARLY}", "of plain", "paper's", "parameters", *COLUMNS[5:]]
     options = [row for row in rows if re.match("`attnres-(full|block)", row[0])]
@@ -140,7 +151,7 @@ def _needed(arm: str, scores: dict[int | None, float], baseline: dict[int | None
     rows = [[str(n), f"{reach(n) * spread:.4f}"] for n in SEEDS]
     words = (
         f"\nA paired difference of `{arm}` has a standard deviation of {spread:.4f}. "
-        "What is told from chance then:\n\n"
+        "Differences that are significant then:\n\n"
     )
     return words + grid(["seeds", "differences above"], rows)
 
@@ -199,7 +210,7 @@ def crossed(down: str, values: Sequence[float], cells: dict[tuple[Any, ...], lis
 
 
 def evenness(runs: Runs, down: str, *across: str) -> str:
-    """How many outputs a read takes from in effect, whenever that was recorded, where depth weights are a softmax."""
+    """Tabulate the effective number of sources of a read, where depth weights are a softmax."""
     chosen = [run for run in runs if run.residual.startswith("attnres") and run.depth]
     if not chosen:
         return ""
@@ -229,7 +240,7 @@ def evenness(runs: Runs, down: str, *across: str) -> str:
         if spreads
         else "one seed"
     )
-    words = f"\nOutputs a read takes from in effect (all even: {even:g}), at steps {steps}; {seeds}:\n\n"
+    words = f"\nEffective number of sources of a read (all even: {even:g}), at steps {steps}; {seeds}:\n\n"
     return words + crossed(down, values, cells)
 
 
@@ -410,7 +421,7 @@ def importance(measured: list[dict[str, Any]]) -> str:
     thirds of it; what a rule has that knows no weights; of weight times size, and of the effect in one half of the text
     with that in the other, if these were measured."""
     parts = {"all": "all reads", "first": "first third", "middle": "middle", "last": "last third"}
-    more = {"sizes": "weight times size", "halves": "half with half"}
+    more = {"sizes": "weight times size", "halves": "split-half correlation"}
     more = {
         name: words
         for name, words in more.items()
@@ -428,7 +439,7 @@ def importance(measured: list[dict[str, Any]]) -> str:
         "tokens",
         "seeds",
         *parts.values(),
-        "by place alone",
+        "by place only",
         "weight, beside place",
         *more.values(),
     ]

@@ -106,10 +106,10 @@ def main() -> None:
                 results[name] = {"failed": f"{type(error).__name__}: {error}"[:300]}
                 print(name, results[name], file=sys.stderr, flush=True)
                 continue
-            results[name] = dict(arm.found)
-            first = results["own"]["first_loss"] if "own" in arms else arm.found["first_loss"]
-            alike = abs(arm.found["first_loss"] - first) < ALIKE * first
-            print(name, arm.found, "alike" if alike else "NOT ALIKE", file=sys.stderr, flush=True)
+            results[name] = dict(arm.record)
+            first = results["own"]["first_loss"] if "own" in arms else arm.record["first_loss"]
+            alike = abs(arm.record["first_loss"] - first) < ALIKE * first
+            print(name, arm.record, "alike" if alike else "NOT ALIKE", file=sys.stderr, flush=True)
             if alike:
                 arms[name] = arm
             else:
