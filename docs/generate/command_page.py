@@ -14,6 +14,7 @@ INTRODUCTION = """\
 
 `headwater COMMAND --help` prints the same on a terminal. Flags of lists take several words: `--seeds 0 1 2`.
 A flag beats the file given with `--config`, and the file beats the default.
+[Training](../guides/training.md#sizes-and-parts) has the sizes of `--size`.
 """
 
 

@@ -1,6 +1,8 @@
 """What mkdocs calls while it builds the site: pages made from the code are added, and mathematics becomes MathML."""
 
 import html
+import json
+import posixpath
 import re
 import sys
 from importlib.util import find_spec
@@ -9,6 +11,7 @@ from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
@@ -17,12 +20,16 @@ import python_pages  # noqa: E402
 import residual_pages  # noqa: E402
 from mathematics import mathml  # noqa: E402
 
-from headwater.residuals import names  # noqa: E402
+from headwater.residuals import entry, names  # noqa: E402
 
 SET = re.compile(r'<(span|div) class="arithmatex">(?:\\\(|\\\[)(.*?)(?:\\\)|\\\])</\1>', re.DOTALL)
 PAGES: dict[str, str] = {}  # by address in the site, made once a build
 ROOT = Path(__file__).parents[2]
 FIGURES = "studies/*/figure.svg"  # pictures that stand beside what drew them
+CODE = re.compile(r"\]\((?:\.\./)+(headwater/[\w/]+\.py)")
+SOUGHT = ("start/", "guides/", "reference/words")
+CODE = re.compile(r"\]\((?:\.\./)+(headwater/[\w/]+\.py)")
+UNSOUGHT = ("results/log.md", "results/study-tables.md")
 FONT = (
     "fonts/STIXTwoMath-Regular.ttf"  # of ziamath; few systems have a font that can set mathematics
 )
@@ -36,12 +43,23 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
             **residual_pages.pages(),
             **python_pages.pages(),
             "reference/commands.md": command_page.page(),
+            "guides/notebook.md": notebook(),
         }
     )
     rooms = [name for name in PAGES if name.startswith("reference/python/")]
     own = [{name: f"reference/residuals/{name}.md"} for name in names()]
     fill(config.nav, {"Residuals": own, "Python": rooms})
     return config
+
+
+def notebook() -> str:
+    """Write the cells of examples/look_inside.ipynb as a page."""
+    cells = json.loads((ROOT / "examples" / "look_inside.ipynb").read_text())["cells"]
+    parts = []
+    for cell in cells:
+        source = "".join(cell["source"])
+        parts.append(f"```py\n{source}\n```" if cell["cell_type"] == "code" else source)
+    return "\n\n".join(parts) + "\n\nThe notebook itself is `examples/look_inside.ipynb`.\n"
 
 
 def fill(nav: Any, added: dict[str, list[Any]]) -> None:
@@ -70,7 +88,32 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def code_pages() -> dict[str, str]:
+    """Map files of the code to the page that is made from each."""
+    pages = {}
+    for name in reversed(names()):
+        module = entry(name).build.__module__
+        pages[f"{module.replace('.', '/')}.py"] = f"reference/residuals/{name}.md"
+    return pages | {
+        "headwater/residuals/__init__.py": "reference/residuals/index.md",
+        "headwater/ops/__init__.py": "reference/operators.md",
+        "headwater/cli/__init__.py": "reference/commands.md",
+        "headwater/train/__init__.py": "reference/python/train.md",
+    }
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Show search the pages that people look for first; point links to code to its page, and
+    figures of studies to their copies. So links lead somewhere on a code host too."""
+    address = page.file.src_uri
+    if address == "guides/troubleshooting.md":
+        page.meta["search"] = {"boost": 40}
+    elif address.startswith(SOUGHT):
+        page.meta["search"] = {"boost": 4}
+    elif address in UNSOUGHT:
+        page.meta["search"] = {"exclude": True}
+    pages, here = code_pages(), posixpath.dirname(address)
+    markdown = CODE.sub(lambda m: f"]({posixpath.relpath(pages[m[1]], here)}", markdown)
     return markdown.replace("](../../studies/", "](../studies/")
 
 

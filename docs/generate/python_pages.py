@@ -20,6 +20,16 @@ OPERATORS = (
     "Pure tensor functions. Each has a reference in fp32 and, where it says so, kernels with the "
     "same signature."
 )
+FIRST = (
+    "train",
+    "compare",
+    "study",
+    "load_run",
+    "build",
+    "convert",
+    "verify",
+    "inspect",
+)  # in order of use
 INTERFACE = ("begin", "read", "write", "end", "weights", "layout", "resume", "past")
 MORE = {  # public, though the room does not export them by itself
     "residuals": ["headwater.residuals.parameter_groups.param_groups"],
@@ -51,14 +61,14 @@ def pages() -> dict[str, str]:
 
 def page(package: Any, room: str, about: str) -> str:
     parts = [f"# headwater.{room}\n\n{about}"]
+    paths = [*MORE.get(room, []), *exported(package, room)]
+    first = [path for name in FIRST for path in paths if path.rpartition(".")[2] == name]
+    paths = [*first, *(path for path in paths if path not in first)]
+    listed = [f"[`{path.rpartition('.')[2]}`][{path}]" for path in paths]
+    parts.append(" · ".join(listed))
     if room == "residuals":
         parts.append("Each registered residual has [a page of its own](../residuals/index.md).")
-    return (
-        "\n\n".join(
-            [*parts, *(directive(path) for path in [*MORE.get(room, []), *exported(package, room)])]
-        )
-        + "\n"
-    )
+    return "\n\n".join([*parts, *(directive(path) for path in paths)]) + "\n"
 
 
 def exported(package: Any, room: str) -> list[str]:

@@ -3,10 +3,7 @@
 import inspect
 import json
 import re
-import tarfile
-from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from command_page import wrapped
 from mathematics import symbols, typeset
@@ -14,15 +11,60 @@ from mathematics import symbols, typeset
 from benchmarks.tables import step_costs
 from headwater.analyze.table import Row, residual_table
 from headwater.residuals import entry, options_of
-from headwater.runs.groups import Group, group_runs
-from headwater.runs.record import read_runs
-from headwater.runs.stats import Paired, pair
 from tests.formulas import FORMULAS
 
 ROOT = Path(__file__).parents[2]
 DIFFERENCES = ROOT / "docs" / "explanation" / "implementations.md"
 MATRICES = ROOT / "studies" / "mixing-matrices" / "results.json"
-RUNS = ROOT / "studies" / "attention-residuals" / "runs"  # an archive of run folders a recipe
+STUDY = ROOT / "docs" / "results" / "study-tables.md"
+SIZES = {
+    "128": "2 million",
+    "192": "7 million",
+    "256": "16 million",
+    "384": "43 million",
+}  # by width
+# Two plain sentences for each residual: what it does, and when to take it.
+PURPOSE = {
+    "standard": "Adds every output to one stream with weight one. Take it as the baseline of every comparison.",
+    "attnres-block": "Lets each sublayer weigh the embedding and sums of about eight blocks of outputs. "
+    "Take it first: it starts as the plain residual, and costs little memory and time.",
+    "attnres-full": "Lets each sublayer weigh every earlier output. "
+    "Take it where loss per token matters more than speed and memory.",
+    "ddl": "Erases the stream along a learned direction, and writes there. "
+    "Take it to study networks that forget; it needs training from scratch.",
+    "deepcrossattention": "Gives query, key and value of an attention inputs of their own, each a weighted sum of "
+    "earlier layers. Take it where attention should look at different depths; it is slow without kernels.",
+    "deepnorm": "Norms the stream after each addition, and scales the stream up before it. "
+    "Take it to compare with post-norm networks; it needs a learning rate of its own.",
+    "delta-attnres": "Adds an attention over depth to the plain stream. "
+    "Take it to keep the plain stream and let sublayers look back beside it.",
+    "denseformer": "Replaces the stream after each layer by a learned average of all earlier layers. "
+    "Take it for a change that costs a few numbers per layer.",
+    "depth-window": "Lets each sublayer attend over the last few states of its own token. "
+    "Take it to compare attention along depth with attention along the sequence.",
+    "elc-bert": "Gives each layer a softmax-weighted sum of all earlier layers, without a skip of its own. "
+    "Take it to reproduce ELC-BERT.",
+    "highway": "Mixes the stream and each output by a learned gate. Take it as the classic gated residual.",
+    "hyper-attnres": "Runs several streams and an attention over depth side by side, and adds what both read. "
+    "Take it to ask whether the two gains add up.",
+    "hyper-connections": "Keeps several streams, which every sublayer mixes with learned weights. "
+    "Take it as the base of mHC.",
+    "laurel": "Adds a learned low-rank map of the stream, or earlier states, to the plain residual. "
+    "Take it for a small change of the skip itself.",
+    "layerscale": "Multiplies each output by a learned gain per channel, which starts small. "
+    "Take it for very deep networks that train unsteadily.",
+    "mhc": "Keeps several streams, mixed by matrices that neither grow nor shrink a signal. "
+    "Take it where several streams should stay stable in deep models.",
+    "mhc-lite": "Mixes several streams by weighted permutations, which are doubly stochastic exactly. "
+    "Take it in place of mHC to avoid Sinkhorn's iterations.",
+    "muddformer": "Gives query, key, value and stream of a layer sums of all earlier layers, weighted by the token. "
+    "Take it with `norm=true` where memory is no concern.",
+    "rezero": "Multiplies each output by one learned number that starts at zero. "
+    "Take it for networks that should begin as the identity.",
+    "vertical-attention": "Feeds each layer a softmax-weighted sum of normed earlier layers beside its own skip. "
+    "Take it as a stand-in for an unpublished method.",
+}  # fmt: skip
+SYMBOL = re.compile(r"\b([A-Za-z](?:\^\w)?_(?:\{[^}]+\}|\w))")  # such as X_m or n_{ij}
 STARTS = {
     "exact": "It starts as the plain residual: every read is the same to the last digits.",
     "scaled": "It starts as the plain residual up to a scale, which the norm of the reader cancels, "
@@ -59,13 +101,13 @@ def page(name: str, row: Row) -> str:
     known = entry(name)
     sections = [
         f"# {name}",
+        f'<div class="beside" markdown>\n\n{PURPOSE[name]}\n\n{picture(name)}\n\n</div>',
         typeset(known.formula),
         f"## Use it\n\n{usage(name)}",
         f"## In words\n\n{described(name)}",
         f"## Options\n\n{options(name)}",
         f"## At the start\n\n{STARTS[row.at_start]}",
         f"## Cost\n\n{costs(name, row)}",
-        f"## Mixing matrix\n\n{picture(name)}",
         differences(name),
         f"## The formula as plain code\n\n{code(name)}",
         study(name),
@@ -118,12 +160,20 @@ def options(name: str) -> str:
     if not found:
         return "None."
     lines = [
-        f"| `{option.name}` | `{option.default}` | {option.takes} | {option.meaning.replace('<', '&lt;')} |"
+        f"| `{option.name}` | {option.takes} | `{option.default}` | {sentence(option.meaning)} |"
         for option in found
     ]
     first = f"`{name}:{found[0].name}=...`"
-    head = "| option | default | takes | means |\n|---|---|---|---|\n"
+    head = "| option | takes | default | what it does |\n|---|---|---|---|\n"
     return f"Options follow the name: {first}.\n\n" + wrapped(head + "\n".join(lines))
+
+
+def sentence(meaning: str) -> str:
+    """Write an option's meaning as a sentence, with its symbols typeset."""
+    parts = re.split(r"(`[^`]*`)", meaning.replace("<", "&lt;"))
+    parts[::2] = [SYMBOL.sub(r"$\1$", part) for part in parts[::2]]
+    text = "".join(parts)
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def costs(name: str, row: Row) -> str:
@@ -139,7 +189,9 @@ def costs(name: str, row: Row) -> str:
         lines.append(f"| {what} | {'not measured' if value is None else f'{value:.2f}'} |")
     note = "The first four are counted in the code, for 12 layers. "
     note += (
-        "The others are measured steps, relative to `standard`"
+        "The others are measured steps of a small model (width 512, nothing compiled, older code on the "
+        "H200), relative to `standard`. They compare residuals: "
+        "[larger or compiled models](../../start/choose.md#what-a-step-costs) pay far less"
         if measured
         else "Steps have not been measured yet"
     )
@@ -170,60 +222,47 @@ def code(name: str) -> str:
 
 
 def study(name: str) -> str:
-    """What the runs of the study that are kept say of it; nothing where there are none."""
-    rows = [
-        [recipe, f"`{group.label}`", str(len(group.finished)), bits.text(), difference(group)]
-        for recipe, group in groups()
-        if group.residual.partition(":")[0] == name
-        and (bits := group.final("bits_per_byte")) is not None
-    ]
+    """Quote the rows of the study's tables: of the scaling, else of the ablations; nothing without any."""
+    rows = study_rows("scaling", name) or study_rows("ablations", name)[:3]
     if not rows:
         return ""
-    head = ["recipe", "runs", "seeds", "bits per byte", "against the plain residual"]
-    # Of the plain residual itself, or where none has the same settings
-    columns = 5 if any(row[-1] for row in rows) else 4
-    lines = [f"| {' | '.join(row[:columns])} |" for row in (head, ["---"] * 5, *rows)]
-    words = "Verdicts are such that all of a recipe hold together; the study's tables judge each arm by itself."
+    head = ["size", "variant", "seeds", "bits per byte", "difference", "95 % interval", ""]
+    lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
     return (
         "## In the study\n\n"
         + "\n".join(lines)
-        + f"\n\n{words} [All of it](../../results/study.md)."
+        + "\n\nDifferences are to the plain residual, seed by seed; below zero is better. Intervals are not "
+        "corrected for the number of variants. [The study](../../results/study.md) has the answers, "
+        "[its tables](../../results/study-tables.md) all rows."
     )
 
 
-@cache
-def groups() -> list[tuple[str, Group]]:
-    """Of every recipe's runs, those that differ only by seed."""
-    found: list[tuple[str, Group]] = []
-    for archive in sorted(RUNS.glob("*.tar.xz")):
-        with TemporaryDirectory() as folder:
-            with tarfile.open(archive) as packed:
-                packed.extractall(folder, filter="data")
-            finished = [
-                run for run in read_runs(sorted(Path(folder).iterdir())) if run.summary is not None
-            ]
-        found += [(archive.name.removesuffix(".tar.xz"), group) for group in group_runs(finished)]
-    return found
-
-
-def difference(group: Group) -> str:
-    plain = group.baseline
-    if plain is None or plain is group:
-        return ""
-    if not (values := pair(group.by_seed("bits_per_byte"), plain.by_seed("bits_per_byte"))):
-        return ""  # no seed of both has ended
-    paired = Paired(values, group.comparisons)
-    return f"{paired.stat.text(sign='+')}, {paired.verdict}"
+def study_rows(table: str, name: str) -> list[list[str]]:
+    """Find a residual's rows in a table of the study, the smallest size first; the first column becomes the size."""
+    found = re.search(
+        rf"<!-- {table}:begin -->(.*?)<!-- {table}:end -->", STUDY.read_text(), re.DOTALL
+    )
+    assert found, f"{STUDY.name} has no table {table}"
+    rows, size = list[list[str]](), SIZES["128"]  # the ablations are all of this size
+    for line in found[1].splitlines():
+        if width := re.match(r"Width (\d+),", line):
+            size = SIZES[width[1]]
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if re.split("[:+]", cells[0].strip("`"))[0] == name:
+            seeds, bits, difference, interval, verdict = (cells[i] for i in (1, 2, 4, -2, -1))
+            rows.append([size, cells[0], seeds, bits, difference, interval, verdict])
+    return rows
 
 
 def picture(name: str) -> str:
     found = json.loads(MATRICES.read_text())
     matrix, sublayers = found["matrices"][name], found["sublayers"]
     text = (
-        f"A small decoder after {found['steps']} steps. Rows are reads, the output head last. Columns are sources, the "
-        "embedding first. The stronger the colour, the more a read takes of a source; orange is negative."
+        f"*Who reads whom in a small decoder after {found['steps']} steps. Rows are reads, the output head "
+        "last. Columns are sources, the embedding first. The stronger the colour, the more a read takes of a "
+        "source; orange is negative."
     )
-    return f"{svg(matrix, sublayers)}\n\n{text} {note(name)}"
+    return f"{svg(matrix, sublayers)}\n\n{text} {note(name)}*"
 
 
 def note(name: str) -> str:
@@ -240,7 +279,7 @@ def svg(matrix: list[list[float]], sublayers: list[str], cell: int = 22) -> str:
     sources = ["embedding", *sublayers]
     cells = [
         f'<rect x="{64 + c * cell}" y="{r * cell}" width="{cell - 1}" height="{cell - 1}" '
-        f'class="{"below" if value < 0 else "above"}" fill-opacity="{max(0.04, abs(value) / largest):.3f}">'
+        f'class="{"below" if value < 0 else "above"}" fill-opacity="{max(0.06, abs(value) / largest):.3f}">'
         f"<title>read {r} ({labels[r]}) takes {value:.3f} of source {c} ({sources[c]})</title></rect>"
         for r, row in enumerate(matrix)
         for c, value in enumerate(row[: r + 1])
