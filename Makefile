@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+TESTED := $(VENV)/.tested
 DOCS := $(VENV)/.docs
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
@@ -25,7 +26,7 @@ SEED ?= 0
 # logging costs a test a millisecond, where a thousand loggers are known, and nobody asks for caplog.
 TOGETHER := --processes 3 -p no:logging --durations 15 -m 'not faults and not alone and not compiled'
 
-.PHONY: demo docs test test-crash test-faults test-gpu test-hf test-kernels test-mutants test-torch lint format clean
+.PHONY: demo docs test test-crash test-engines test-faults test-gpu test-hf test-kernels test-mutants test-torch lint format clean
 
 demo: $(INSTALLED)
 	$(BIN)/headwater demo
@@ -41,7 +42,7 @@ docs: $(DOCS)
 test: export PYTHONDONTWRITEBYTECODE =
 test: export PYTHONPYCACHEPREFIX =
 test: export OMP_NUM_THREADS = 1
-test: $(INSTALLED)
+test: $(TESTED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	mkdir -p build
@@ -54,20 +55,20 @@ test-gpu:
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) tests/run_gpu.py
 
 # Every kernel compiled for an H200, which takes a core two minutes and needs no GPU. CI runs it after `make test`.
-test-kernels: $(INSTALLED)
+test-kernels: $(TESTED)
 	$(BIN)/python -m pytest -m compiled tests/ops/test_compiling.py
 
 # All faults of several ranks; the rank that hangs, which needs the clock, only here: a busy machine must not fail the rest.
-test-faults: $(INSTALLED)
+test-faults: $(TESTED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/train/test_parallel_faults.py
 
 # N small faults, drawn by SEED and put into a copy of the tree one at a time: how many do the tests notice?
 test-mutants: export PYTHONDONTWRITEBYTECODE =
-test-mutants: $(INSTALLED)
+test-mutants: $(TESTED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutate.py -n $(N) --seed $(SEED)
 
 # Runs killed with kill -9 in each of four ways: one process and two, saving at once and in the background.
-test-crash: $(INSTALLED)
+test-crash: $(TESTED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/train/test_crash.py -k kill_nine --kills $(KILLS) -rP
 
 # $(call on_releases,package,versions,arguments of pytest). A folder shadows what is installed, in the processes that tests
@@ -82,19 +83,36 @@ define on_releases
 	done
 endef
 
-test-hf: $(INSTALLED)
+test-hf: $(TESTED)
 	$(call on_releases,transformers,$(TRANSFORMERS),tests/hf)
 
 # Tracing, autocast, saving and sharding are what changes between releases.
-test-torch: $(INSTALLED)
+test-torch: $(TESTED)
 	$(call on_releases,torch,$(TORCH),--processes 2 $(TORCH_TESTS:%=tests/%.py))
 
-lint: $(INSTALLED)
+# Inside other engines: torchtitan and vLLM, in an environment of their own. They ask for torch with CUDA, so they come without
+# their dependencies. INDEX names an index of torch for a CPU, where the usual one has torch with CUDA.
+ENGINES := build/engines
+INDEX ?=
+PIP_OF_ENGINES := $(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check
+
+test-engines: export OMP_NUM_THREADS = 1
+test-engines: $(ENGINES)/.installed
+	PYTHONPATH=$(CURDIR) $(ENGINES)/bin/python -m pytest -p no:logging -rs tests/engines
+
+$(ENGINES)/.installed: tests/engines/requirements.txt tests/engines/alone.txt
+	$(PYTHON) -m venv $(ENGINES)
+	$(PIP_OF_ENGINES) $(INDEX:%=--index-url %) torch==2.13.0
+	$(PIP_OF_ENGINES) torch==2.13.0 -r tests/engines/requirements.txt
+	$(PIP_OF_ENGINES) --no-deps -r tests/engines/alone.txt
+	touch $@
+
+lint: $(TESTED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(INSTALLED)
+format: $(TESTED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -103,12 +121,15 @@ $(BIN)/python:
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) setuptools wheel torch
-	$(PIP) --no-compile --no-build-isolation --editable '.[dev]'
+	$(PIP) --no-compile --no-build-isolation --editable .
 	touch $(INSTALLED)
 
-# Less than the tests need.
-$(DOCS): pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) setuptools wheel torch
+# The demo needs the package alone; the tests and the site need more.
+$(TESTED): $(INSTALLED)
+	$(PIP) --no-compile --no-build-isolation --editable '.[dev]'
+	touch $(TESTED)
+
+$(DOCS): $(INSTALLED)
 	$(PIP) --no-compile --no-build-isolation --editable '.[docs]'
 	touch $(DOCS)
 
