@@ -8,7 +8,7 @@ DOCS := $(VENV)/.docs
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 # The releases of transformers beside the pinned one: make test-hf, or make test-hf TRANSFORMERS=5.21.1
-TRANSFORMERS ?= 5.19.0 5.20.2 5.21.1 5.23.0
+TRANSFORMERS ?= 5.19.0 5.20.2 5.21.1 5.22.2
 
 # The oldest torch that pyproject.toml allows: make test-torch, or make test-torch TORCH=2.11.0. The newest is a wheel built
 # with CUDA, which needs its libraries, gigabytes of them: make test-torch TORCH=2.15.0 ALONE=

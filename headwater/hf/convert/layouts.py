@@ -129,6 +129,7 @@ LFM2 = Layout(
     mlp=("feed_forward",),
     mlp_norm="ffn_norm",
 )
+LFM3 = replace(LFM2, attention_out=("post_operator_norm",), mlp_out=("post_ffn_norm",))
 
 LINEAR = Layout(attention=("self_attn", "linear_attn"))
 MAMBA_HYBRID = Layout(
@@ -238,6 +239,7 @@ ROWS: tuple[tuple[Layout, str], ...] = (
         PRE_NORM,
         "mellum minimax_m3_vl_text glm4_moe_lite deepseek_v32 kimi_linear bailing_hybrid moshi",
     ),
+    (PRE_NORM, "iquestcoder internlm3"),
     (LINEAR, "qwen3_next qwen3_5_text qwen3_5_moe_text"),
     (POST_NORM, "olmo2 olmo3 flex_olmo exaone4"),
     (OLMO_HYBRID, "olmo_hybrid"),
@@ -275,6 +277,7 @@ ROWS: tuple[tuple[Layout, str], ...] = (
     (OPT, "opt"),
     (GPT_NEOX, "gpt_neox"),
     (LFM2, "lfm2 lfm2_moe"),
+    (LFM3, "lfm3"),
     (JAMBA, "jamba"),
     (BAMBA, "bamba"),
     (MAMBA, "mamba mamba2 falcon_mamba"),
