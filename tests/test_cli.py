@@ -193,6 +193,7 @@ def test_torchrun_starts_what_divides_its_work_and_nothing_else(capsys, monkeypa
     [
         (["train", "--warmpu", "3"], "unknown flag --warmpu, did you mean --warmup?"),
         (["train", "--max-steps=3"], "did you mean --steps?"),
+        (["train", "--lerning-rate", "3"], "did you mean --lr?"),
         (["train", "--steps", "many"], "argument --steps: must be an integer; got 'many'"),
         (["train", "--steps", "0"], "--steps must be at least 1; got 0"),
         (["plan", "--size", "nanoo"], "--size must be a named size: did you mean 'nano'?"),

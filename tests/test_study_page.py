@@ -708,7 +708,7 @@ def test_at_equal_time_an_arm_is_worth_what_it_saves_times_its_speed(page, tmp_p
     assert re.findall(r"Without width (\d+):", fits) == ["384", "128"]
     assert "never-timed" not in text + fits
     sides = ("compute, 7 million", "time, 7 million", "compute, 16 million", "time, 16 million")
-    assert worth[0] == f"|  | seeds | {' | '.join(sides)} |"
+    assert worth[0] == f"| 95 % intervals, not corrected | seeds | {' | '.join(sides)} |"
     twice, half_more, thrice = (
         f"**{value}** ({value} to {value})" for value in ("2.00", "1.50", "3.00")
     )

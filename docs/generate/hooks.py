@@ -20,19 +20,32 @@ import python_pages  # noqa: E402
 import residual_pages  # noqa: E402
 from mathematics import mathml  # noqa: E402
 
+import headwater  # noqa: E402
+from headwater.cli.flags import InspectFlags  # noqa: E402
 from headwater.residuals import entry, names  # noqa: E402
+from headwater.train import load_run  # noqa: E402
 
 SET = re.compile(r'<(span|div) class="arithmatex">(?:\\\(|\\\[)(.*?)(?:\\\)|\\\])</\1>', re.DOTALL)
 PAGES: dict[str, str] = {}  # by address in the site, made once a build
 ROOT = Path(__file__).parents[2]
 FIGURES = "studies/*/figure.svg"  # pictures that stand beside what drew them
-CODE = re.compile(r"\]\((?:\.\./)+(headwater/[\w/]+\.py)")
+CODE = re.compile(r"\]\((?:\.\./)+((?:headwater|examples)/[\w/]+\.(?:py|ipynb))")
+NOTEBOOK = "examples/first_look.ipynb"
+# The home page has the inspector itself in place of its picture, which a code host shows.
+PAIR = "assets/demo-pair.html"
+PICTURE = re.compile(r'<div class="front" markdown>.*?</div>', re.DOTALL)
+FRAME = f'''<div class="front" markdown>
+<iframe src="{PAIR}" title="The inspector on two models" scrolling="no"></iframe>
+
+[![The inspector on two models](assets/inspector-phone.png)]({PAIR})
+
+[Open it in a page of its own]({PAIR})
+
+</div>'''
 SOUGHT = ("start/", "guides/", "reference/words")
-CODE = re.compile(r"\]\((?:\.\./)+(headwater/[\w/]+\.py)")
 UNSOUGHT = ("results/log.md", "results/study-tables.md")
-FONT = (
-    "fonts/STIXTwoMath-Regular.ttf"  # of ziamath; few systems have a font that can set mathematics
-)
+# A font of ziamath's, since few systems have one that can set mathematics.
+FONT = "fonts/STIXTwoMath-Regular.ttf"
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -43,7 +56,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
             **residual_pages.pages(),
             **python_pages.pages(),
             "reference/commands.md": command_page.page(),
-            "guides/notebook.md": notebook(),
+            **notebook(),
         }
     )
     rooms = [name for name in PAGES if name.startswith("reference/python/")]
@@ -52,14 +65,31 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     return config
 
 
-def notebook() -> str:
-    """Write the cells of examples/look_inside.ipynb as a page."""
-    cells = json.loads((ROOT / "examples" / "look_inside.ipynb").read_text())["cells"]
-    parts = []
-    for cell in cells:
+def notebook() -> dict[str, str]:
+    """Write the cells of the notebook and what they print as a page, and its pictures as files."""
+    parts, pictures = [], {}
+    for cell in json.loads((ROOT / NOTEBOOK).read_text())["cells"]:
         source = "".join(cell["source"])
         parts.append(f"```py\n{source}\n```" if cell["cell_type"] == "code" else source)
-    return "\n\n".join(parts) + "\n\nThe notebook itself is `examples/look_inside.ipynb`.\n"
+        for output in cell.get("outputs", []):
+            if "text" in output:
+                parts.append(f"```text\n{''.join(output['text'])}```")
+                continue
+            name = f"first-look-{len(pictures)}.svg"
+            pictures[f"start/{name}"] = "".join(output["data"]["image/svg+xml"])
+            parts.append(f"![Picture that the cell above draws]({name})")
+    parts.append(f"[This is the page](../{PAIR}). The notebook itself is `{NOTEBOOK}`.\n")
+    return {"start/first-look.md": "\n\n".join(parts), **pictures}
+
+
+def pair_page() -> str:
+    """Look into the two models that come with the package, as `headwater inspect demo` does."""
+    looks = []
+    for name, folder in (("standard", "demo/standard"), ("attnres-block", "demo")):
+        model, tokenizer, _ = load_run(folder)
+        tokens = tokenizer.encode(InspectFlags.prompt).tolist()
+        looks.append(headwater.inspect(model, tokens, tokenizer=tokenizer, name=name))
+    return looks[0].to_html(looks[1])
 
 
 def fill(nav: Any, added: dict[str, list[Any]]) -> None:
@@ -72,7 +102,7 @@ def fill(nav: Any, added: dict[str, list[Any]]) -> None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    for address, content in PAGES.items():
+    for address, content in {**PAGES, PAIR: pair_page()}.items():
         files.append(File.generated(config, address, content=content))
     # Where it is, without importing it
     (ziamath,) = find_spec("ziamath").submodule_search_locations
@@ -99,6 +129,7 @@ def code_pages() -> dict[str, str]:
         "headwater/ops/__init__.py": "reference/operators.md",
         "headwater/cli/__init__.py": "reference/commands.md",
         "headwater/train/__init__.py": "reference/python/train.md",
+        NOTEBOOK: "start/first-look.md",
     }
 
 
@@ -112,6 +143,8 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         page.meta["search"] = {"boost": 4}
     elif address in UNSOUGHT:
         page.meta["search"] = {"exclude": True}
+    if address == "index.md":
+        markdown = PICTURE.sub(FRAME, markdown)
     pages, here = code_pages(), posixpath.dirname(address)
     markdown = CODE.sub(lambda m: f"]({posixpath.relpath(pages[m[1]], here)}", markdown)
     return markdown.replace("](../../studies/", "](../studies/")

@@ -226,13 +226,14 @@ def study(name: str) -> str:
     rows = study_rows("scaling", name) or study_rows("ablations", name)[:3]
     if not rows:
         return ""
-    head = ["size", "variant", "seeds", "bits per byte", "difference", "95 % interval", ""]
+    interval = "95 % interval, not corrected"
+    head = ["size", "variant", "seeds", "bits per byte", "difference", interval, ""]
     lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
     return (
         "## In the study\n\n"
         + "\n".join(lines)
-        + "\n\nDifferences are to the plain residual, seed by seed; below zero is better. Intervals are not "
-        "corrected for the number of variants. [The study](../../results/study.md) has the answers, "
+        + "\n\nDifferences are to the plain residual, seed by seed; below zero is better. "
+        "[The study](../../results/study.md) has the answers, "
         "[its tables](../../results/study-tables.md) all rows."
     )
 

@@ -43,6 +43,9 @@ def results_table(groups: list[Group]) -> Table:
     """List losses, differences and costs of the groups, the baseline first."""
     lowest, scale = lowest_of(groups), difference_scale(groups)
     columns: list[str | Cell] = [*COLUMNS]
+    together = groups[0].comparisons
+    if together > 1:
+        columns[columns.index("Difference")] = Cell("Difference", f"95 % for all {together}")
     place_of_drawing = columns.index(DRAWN)
     columns[place_of_drawing : place_of_drawing + 1] = [] if scale is None else [axis(scale)]
     rows = []

@@ -130,7 +130,7 @@ class InspectFlags(PluginFlags):
     models: tuple[Path, ...] = field(metadata=POSITIONAL)
     """A run, a checkpoint, an exported model or a converted transformers folder, or two of them
     to see side by side; `demo` is the two trained models that come with headwater."""
-    prompt: str = "def add(a, b):\n    return a +"
+    prompt: str = "def push(self, item):\n    self.items.append(item)"
     """Text that the model reads."""
     top: int = setting(5, least=1)
     """Number of likeliest tokens to show."""

@@ -73,9 +73,16 @@ def with_dashes(word: str) -> str:
 
 
 def near(word: str, parser: argparse.ArgumentParser) -> str:
+    """Suggest the flag whose name, or whose help's first words, is nearest to a word."""
+    word, text = word.partition("=")[0], parser.format_help()
+    # --learning-rate means --lr, whose help begins with "Largest learning rate".
+    described: dict[str, str] = {}
+    for flag, *words in re.findall(r"^  (--[a-z][a-z0-9-]*) \S+\s+(\w+) (\w+) (\w+)", text, re.M):
+        for pair in pairwise(words):
+            described.setdefault(f"--{'-'.join(pair)}".lower(), flag)
+    meant = [described[name] for name in difflib.get_close_matches(word, described, 1, 0.85)]
     # Every flag that the help names, aliases included.
-    valid = re.findall(r"--[a-z][a-z0-9-]*", parser.format_help())
-    close = difflib.get_close_matches(word.partition("=")[0], valid, n=1)
+    close = meant or difflib.get_close_matches(word, re.findall(r"--[a-z][a-z0-9-]*", text), 1)
     return f", did you mean {close[0]}?" if close else ""
 
 

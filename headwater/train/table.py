@@ -9,8 +9,6 @@ from headwater.runs.results import CompareRow, Spread, TrainResult
 from headwater.runs.stats import BASELINE, Stat, judge, limits, pair, summarize
 from headwater.runs.tables import Table
 
-COLUMNS = ("residual", "bits/byte", "difference", "params", "FLOPs", "seconds", "MiB")
-
 
 def tabulate(
     finished: Mapping[tuple[str, int], TrainResult],
@@ -97,8 +95,12 @@ def table_of(rows: Sequence[CompareRow], steps: int) -> Table:
                 f"{memory / 2**20:.0f}",
             ]
         )
+    # Several intervals are made wider, so that all of them hold together.
+    judged = sum(row.interval is not None for row in rows)
+    difference = "difference" if judged < 2 else f"difference\n95 % for all {judged}"
+    columns = ("residual", "bits/byte", difference, "params", "FLOPs", "seconds", "MiB")
     title = f"{steps} steps, {tokens:,} tokens, {over}"
-    return Table(COLUMNS, lines, title=title, caption=_caption(rows))
+    return Table(columns, lines, title=title, caption=_caption(rows))
 
 
 def _caption(rows: Sequence[CompareRow]) -> str:

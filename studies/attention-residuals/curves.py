@@ -63,7 +63,7 @@ def beside_full(runs: Runs) -> str:
                     found.verdict,
                 ]
                 rows.append([str(width), f"`{arm}`", *cells])
-    return grid(["width", "", "seeds", "difference", "95 % interval", ""], rows)
+    return grid(["width", "", "seeds", "difference", "95 % interval, not corrected", ""], rows)
 
 
 def lead(runs: Runs) -> str:
@@ -257,7 +257,7 @@ def worth(runs: Runs, speeds: dict[str, Any]) -> str:
         for (width, arm), some in grouped(runs, "model.dim", "model.residual").items()
     }
     widths = sorted({width for width, _ in seeds})
-    head, columns = ["", "seeds"], []
+    head, columns = ["95 % intervals, not corrected", "seeds"], []
     for width in widths[1:-1]:
         plain = next(
             run for run in runs if run.residual == BASELINE and setting(run, "model.dim") == width

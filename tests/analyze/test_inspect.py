@@ -312,9 +312,9 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     for words, message in (
         ([one, one, one], "one model or two"),
         ([one, "--top", "0"], "--top must be at least 1"),
-        ([one, "--serve", "--port", "99999"], "port 99999"),
+        ([one, "--prompt", "def f(", "--serve", "--port", "99999"], "port 99999"),
         ([tmp_path / "none"], "no checkpoint in"),
-        ([one, "--out", mine], "is no web page"),
+        ([one, "--prompt", "def f(", "--out", mine], "is no web page"),
         ([one, "--device", "cuda:99"], "--device must be"),
     ):
         assert main(["inspect", *map(str, words)]) == 1
@@ -328,7 +328,7 @@ def test_the_command_serves_until_it_is_stopped(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(InspectorServer, "serve_forever", stop)
     monkeypatch.chdir(tmp_path)
-    assert main(["inspect", str(saved(tmp_path / "one")), "--serve"]) == 0
+    assert main(["inspect", str(saved(tmp_path / "one")), "--serve", "--prompt", "def f("]) == 0
     address, how, stopped = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{32}/", address)
     assert "Ctrl-C stops it" in how

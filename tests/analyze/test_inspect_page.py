@@ -153,7 +153,7 @@ def test_a_token_a_read_and_a_source_are_chosen_and_taken_away(visit, inspection
     # Taken away at one read, at all reads, and on average over tokens.
     place, removed = inspection.pairs.index((3, 1)), inspection.removed
     verdict = words_of(page, "#without .verdict")
-    assert "output of sublayer 0, attention, at read 3 alone" in verdict
+    assert "output of sublayer 0, attention, at read 3 only" in verdict
     assert number(verdict, "by") == near(inspection.removed_at.loss[place, 5])
     page.get_by_label("at all reads").check()
     verdict = words_of(page, "#without .verdict")

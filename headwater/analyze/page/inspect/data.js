@@ -71,6 +71,7 @@ const KINDS = { attention: ["A", "attention", "c1"], mlp: ["M", "MLP", "c2"], kd
 const kindOf = (kind) => KINDS[kind] || [kind.slice(0, 1).toUpperCase(), kind, "c0"];
 const letterOf = (kind) => make("span", { class: `kindletter ${kindOf(kind)[2]}` }, kindOf(kind)[0]);
 const readName = (model, read) => (read < model.depth ? `Read ${read}, before ${kindOf(model.kinds[read])[1]}` : "Final read, before the output head");
+const placeName = (model, read) => (read < model.depth ? `at read ${read} only` : "at the final read only");
 const sourceName = (model, source) => (source ? `output of sublayer ${source - 1}, ${kindOf(model.kinds[source - 1])[1]}` : "embedding");
 const sourceLetter = (model, source) => (source ? letterOf(model.kinds[source - 1]) : make("span", { class: "kindletter c0" }, "e"));
 const swatch = (model) => make("i", { class: `key ${model.look}` });
@@ -82,16 +83,25 @@ const nats = (value) => (value === null || value === undefined ? "—" : Math.ab
 function readAddress() {
   const given = new URLSearchParams(location.hash.slice(1)), deepest = Math.max(...models.map((model) => model.depth));
   const whole = (name, most, other) => { const value = Number(given.get(name)); return given.get(name) !== null && Number.isInteger(value) && value >= 0 && value <= most ? value : other; };
-  const first = Math.floor((tokens.length - 1) / 4);  // a token that the model is sure of, once it has read a little
-  const speaks = (i) => data.texts[tokens[i + 1]].trim() !== "";
-  const surest = models[0].loss.reduce((best, value, i, all) => (i > first && speaks(i) && (!speaks(best) || value < all[best]) ? i : best), first);
-  state.token = given.get("token") === "all" ? "all" : whole("token", tokens.length - 1, surest);
+  const start = opening();
+  state.token = given.get("token") === "all" ? "all" : whole("token", tokens.length - 1, start.token);
   state.read = whole("read", deepest, deepest);
-  state.source = Math.min(state.read, whole("source", deepest, strongest(models[0], state.read)));
+  const telling = start.source !== undefined && state.token === start.token && state.read === deepest;
+  state.source = Math.min(state.read, whole("source", deepest, telling ? start.source : strongest(models.at(-1), state.read)));
   state.value = ["share", "weight", "brought", "effect"].find((value) => value === given.get("show")) || "share";
   if (state.value === "effect" && !models.some((model) => model.removedAt)) state.value = "share";
   state.part = models[0].parts.find((part) => part.name === given.get("part"))?.name || "";
   state.scope = given.get("away") === "all" || !models.some((model) => model.removedAt) ? "all" : "read";
+}
+// The page opens where the final read of the last model misses one source the most; without effects, at the token that the
+// first model is surest of. What is said there must have letters, and some text before it.
+function opening() {
+  const first = Math.floor((tokens.length - 1) / 4), model = models.at(-1);
+  const places = [...tokens.keys()].slice(first + 1, -1).filter((token) => data.texts[tokens[token + 1]].trim());
+  if (!places.length) return { token: first };
+  if (!model.removedAt || averaged(model.removedAt.loss, model)) return { token: places.reduce((best, token) => (models[0].loss[token] < models[0].loss[best] ? token : best)) };
+  const effects = places.flatMap((token) => rowOf(model.removedAt.loss, model, model.depth, tokens.length - 1, token).map((change, source) => ({ token, source, change })));
+  return effects.reduce((best, one) => (one.change > best.change ? one : best));
 }
 function strongest(model, read) {
   const own = weightsOf(model, Math.min(read, model.depth)).map(Math.abs);

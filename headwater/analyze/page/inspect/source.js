@@ -47,7 +47,7 @@ function drawWithout() {
 }
 function verdict(model, read, source, everywhere, removal) {
   const change = everywhere ? effectOf(model, source) : effectsOf(model, read)[source], place = everywhere ? source : pair(read, source);
-  const where = everywhere ? "at every read" : read < model.depth ? `at read ${read} alone` : "at the final read alone";
+  const where = everywhere ? "at every read" : placeName(model, read);
   const about = change === null ? "the text ends here, so no loss changes" : `the loss ${chosen() === null ? "of a token, on average, " : ""}changes by `;
   const words = make("p", { class: "verdict" }, `Without the ${sourceName(model, source)}, ${where}, ${about}`, ...(change === null ? ["."] : [make("strong", {}, nats(change)), " nats."]));
   if (chosen() === null) return [words, make("p", { class: "caption" }, "Pick a token to see what the model would say.")];

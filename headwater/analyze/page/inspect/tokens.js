@@ -66,5 +66,8 @@ function sentence(model) {
   const [first] = topOf(model.reads, model.depth), next = nextOf();
   const start = [`After token ${token}, `, tokenNode(tokens[token]), ", it expects ", tokenNode(first.place), ` (${percent(first.p)}). `];
   if (next === null) return [...start, "The text ends here: there is no loss to compare with."];
-  return [...start, "What follows is ", tokenNode(next), ` (${percent(Math.exp(-model.loss[token]))}): loss ${loss(model.loss[token])} nats.`];
+  const what = [...start, "What follows is ", tokenNode(next), ` (${percent(Math.exp(-model.loss[token]))}): loss ${loss(model.loss[token])} nats.`];
+  if (!model.removedAt) return what;
+  const read = Math.min(state.read, model.depth), source = Math.min(state.source, read);
+  return [...what, ` Without the ${sourceName(model, source)}, ${placeName(model, read)}, the loss changes by `, make("strong", {}, nats(effectsOf(model, read)[source])), "."];
 }
