@@ -3,9 +3,9 @@
     PYTHONPATH=.:studies/pretrained python studies/pretrained/train.py MODEL --text DIR --out OUT \
         --arms plain attnres-block --rates 3e-5 1e-4 3e-4 --factors 10 --seeds 0 --tokens 10_000_000 --minutes 8
 
-DIR has train.npy, prose.npy and code.npy, tokens as uint16: the text that is trained on, and two that are held out.
-An arm is `plain`, a residual, or a residual with `/queries`: then all but what the residual adds is frozen. Each run
-that ends adds a line to OUT/runs.jsonl.
+DIR has train.npy, prose.npy and code.npy, tokens as uint16, which text.py writes: the text that is trained on, and two
+that are held out. An arm is `plain`, a residual, or a residual with `/queries`: then all but what the residual adds is
+frozen. Each run that ends adds a line to OUT/runs.jsonl; a run that has its line there is not made again.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import copy
 import json
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * options.minutes
     base = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    finished = finished_runs(options.out / "runs.jsonl")
     for arm in options.arms:
         # The plain residual has no queries, so their factor means nothing to it.
         factors = [1.0] if arm == "plain" else options.factors
@@ -70,7 +71,19 @@ def main() -> None:
             Run(arm, rate, factor, seed, options.tokens, options.batch)
             for seed, rate, factor in product(options.seeds, options.rates, factors)
         ]
-        train_arm(base, arm, runs, options, deadline)
+        missing = [run for run in runs if run not in finished]
+        if missing:
+            train_arm(base, arm, missing, options, deadline)
+
+
+def finished_runs(path: Path) -> set[Run]:
+    if not path.exists():
+        return set()
+    runs = set()
+    for line in path.read_text().splitlines():
+        values = json.loads(line)
+        runs.add(Run(**{field.name: values[field.name] for field in fields(Run)}))
+    return runs
 
 
 def train_arm(
@@ -84,7 +97,8 @@ def train_arm(
         hf.trainable(model, only=part == "queries")
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     compiled = torch.compile(model) if options.device == "cuda" else model
-    seconds = 0.0
+    # Nothing is known of an arm's first run, so it begins only while half of the time is left.
+    seconds = 30.0 * options.minutes
     for run in runs:
         if time.monotonic() + seconds > deadline:
             print(f"no time for {run}", flush=True)
