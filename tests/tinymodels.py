@@ -9,7 +9,7 @@ LAYERS, DIM, VOCAB = 4, 32, 48
 
 
 def model_of(spec, seed=0, scatter=False, **settings):
-    """A small decoder; `scatter` moves every parameter off its start, so that nothing is at a symmetric point."""
+    """A small decoder; `scatter` moves every parameter off its start, to no symmetric point."""
     torch.manual_seed(seed)
     shape = {
         "vocab_size": VOCAB,
@@ -25,21 +25,32 @@ def model_of(spec, seed=0, scatter=False, **settings):
         generator = torch.Generator().manual_seed(seed + 1)
         with torch.no_grad():
             for p in model.parameters():
-                p.add_(
-                    torch.randn(p.shape, generator=generator)
-                    * (0.2 if p.dim() == 1 else 0.5 / p.shape[-1] ** 0.5)
-                )
+                scale = 0.2 if p.dim() == 1 else 0.5 / p.shape[-1] ** 0.5
+                p.add_(torch.randn(p.shape, generator=generator) * scale)
     return model
 
 
-def scattered(spec, dim=16, sublayers=8, scale=0.5, dtype=torch.float32):
+def scattered(spec, dim=16, sublayers=8, scale=0.5, dtype=torch.float32, kinds=None):
     """A residual whose parameters are moved off their start; and what torch draws next follows."""
     torch.manual_seed(0)
-    residual = build(spec, dim, sublayers).to(dtype)
+    residual = build(spec, dim, sublayers, kinds).to(dtype)
     with torch.no_grad():
         for p in residual.parameters():
             p.add_(scale * torch.randn(p.shape, dtype=dtype))
     return residual
+
+
+def inputs_of(read):
+    """What a read gives, as a tuple: one input, or three for query, key and value."""
+    return read if isinstance(read, tuple) else (read,)
+
+
+def advance(residual, state, sublayer, start=0, stop=None, norms=None):
+    """The state behind sublayers `start` to `stop`; sublayer(i, x) makes the i-th output."""
+    for i in range(start, residual.sublayers if stop is None else stop):
+        read, state = residual.read(state, i, norm=norms and norms[i])
+        state = residual.write(state, i, sublayer(i, inputs_of(read)[0]))
+    return state
 
 
 def tokens_of(batch=2, length=12, seed=2):

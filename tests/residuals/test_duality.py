@@ -1,7 +1,8 @@
-"""Residual Stream Duality (arXiv 2603.16039): a depth window is a short sliding window along the other axis.
+"""Residual Stream Duality (arXiv 2603.16039): a depth window is a short window along the other axis.
 
-One side is the residual, which attends from one state to the few it has kept, as the network goes down; the other is
-the decoder's ShortSWA sublayer, which attends along a whole sequence with a mask. They share parameters and no code.
+One side is the residual, which attends from one state to the few it has kept, as the network goes
+down; the other is the decoder's ShortSWA sublayer, which attends along a whole sequence with a mask.
+They share parameters and no code.
 """
 
 import pytest
@@ -38,16 +39,15 @@ def depth_reads(residual):
 
 def short_attention(stack, maps, window):
     """ShortSWA along axis 0 of a stack (states, tokens, D), which becomes the sequence; tokens are its batch."""
-    config = ModelConfig(
-        vocab_size=2, dim=DIM, layers=1, heads=1, kv_heads=1, mlp_dim=8, context=16, shortswa=window
-    )
+    shape = {"vocab_size": 2, "dim": DIM, "layers": 1, "heads": 1, "kv_heads": 1, "mlp_dim": 8}
+    config = ModelConfig(**shape, context=16, shortswa=window)
     attention = Attention(config, window=window).double()
     for name in MAPS:
         if getattr(maps, name) is not None:  # the first read has one source: any query will do
             getattr(attention, name).weight.data.copy_(getattr(maps, name))
     # Rotary tables that turn nothing
-    still = (torch.ones(STATES, DIM // 2), torch.zeros(STATES, DIM // 2))
-    y, _ = attention(stack.transpose(0, 1), tuple(table.double() for table in still))
+    cosines = torch.ones(STATES, DIM // 2, dtype=torch.float64)
+    y, _ = attention(stack.transpose(0, 1), (cosines, 0 * cosines))
     return y.transpose(0, 1)
 
 
@@ -59,15 +59,15 @@ def test_maps_shared_over_depth_are_short_attention_over_the_transposed_stack(wi
     states, added = depth_reads(residual)
     expected = short_attention(states, residual.reads["0"], window)
     torch.testing.assert_close(added, expected, atol=1e-12, rtol=1e-12)
-    assert (
-        short_attention(states, residual.reads["0"], window + 1) - added
-    ).abs().max() > 1e-2 or window == STATES
+    if window < STATES:
+        wider = short_attention(states, residual.reads["0"], window + 1)
+        assert (wider - added).abs().max() > 1e-2
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("window", [2, 4, STATES])
 def test_a_layer_s_own_maps_are_short_attention_at_its_depth(window):
-    """The paper's read: at depth l, short attention with the maps of layer l, whatever those of other layers are."""
+    """The paper's read: at depth l, short attention with the maps of layer l."""
     residual = scattered(f"depth-window:maps=reader,window={window}")
     states, added = depth_reads(residual)
     for depth in range(STATES):
@@ -81,11 +81,10 @@ def test_keys_that_each_state_makes_are_another_operator_unless_maps_are_equal()
     states, added = depth_reads(residual)
     last = short_attention(states, residual.reads[str(STATES - 1)], 3)[-1]
     assert (last - added[-1]).abs().max() > 1e-2
-    for i in range(STATES):
+    for maps in residual.reads.values():
         for name in MAPS:
-            if (value := getattr(residual.reads[str(i)], name)) is not None:
-                value.copy_(getattr(residual.reads["1"], name))
+            if getattr(maps, name) is not None:
+                getattr(maps, name).copy_(getattr(residual.reads["1"], name))
     states, added = depth_reads(residual)
-    torch.testing.assert_close(
-        added, short_attention(states, residual.reads["1"], 3), atol=1e-12, rtol=1e-12
-    )
+    expected = short_attention(states, residual.reads["1"], 3)
+    torch.testing.assert_close(added, expected, atol=1e-12, rtol=1e-12)

@@ -22,50 +22,39 @@ HAVE_QUERIES = {
 }
 
 
+SHAPE = {"vocab_size": 32, "dim": 16, "layers": 2, "heads": 2, "mlp_dim": 32}
+
+
 def members(model: nn.Module, **settings) -> dict[str, set[str]]:
     """The names of the parameters in each group; each parameter must be in one."""
     names_by_id = {id(parameter): name for name, parameter in model.named_parameters()}
-    actual = [
-        (g["name"], names_by_id[id(p)])
-        for g in param_groups(model, lr=1.0, **settings)
-        for p in g["params"]
-    ]
-    assert len(actual) == len(set(actual)) == len(names_by_id), (
-        "a parameter is missing, or there twice"
-    )
-    return {
-        group: {name for kind, name in actual if kind == group}
-        for group in ("matrices", "rest", "queries")
-    }
+    groups = {"matrices": set(), "rest": set(), "queries": set()}
+    count = 0
+    for group in param_groups(model, lr=1.0, **settings):
+        count += len(group["params"])
+        groups[group["name"]].update(names_by_id[id(p)] for p in group["params"])
+    assert set().union(*groups.values()) == set(names_by_id.values()), "a parameter is missing"
+    assert count == len(names_by_id), "a parameter is there twice"
+    return groups
 
 
 @pytest.mark.parametrize("residual", names())
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_decoder(residual, tied):
-    shape = {"vocab_size": 32, "dim": 16, "layers": 2, "heads": 2, "mlp_dim": 32, "qk_norm": True}
-    model = Decoder(
-        ModelConfig(
-            **shape, shortswa=4, value_residual=True, tie_embeddings=tied, residual=residual
-        )
-    )
+    switches = {"qk_norm": True, "shortswa": 4, "value_residual": True, "tie_embeddings": tied}
+    model = Decoder(ModelConfig(**SHAPE, **switches, residual=residual))
     actual = members(model)
-    hidden = {
-        name
-        for name, p in model.named_parameters()
-        if name.startswith("sublayers.") and p.ndim == 2
-    }
+    linears = [name for name, p in model.named_parameters() if p.ndim == 2]
+    hidden = {name for name in linears if name.startswith("sublayers.")}
     assert actual["matrices"] == hidden
     assert len(hidden) == 22
-    assert actual["queries"] == {
-        name for name, _ in model.residual.named_parameters("residual") if "query" in name
-    }
+    connections = [name for name, _ in model.residual.named_parameters("residual")]
+    assert actual["queries"] == {name for name in connections if "query" in name}
     assert bool(actual["queries"]) == (residual in HAVE_QUERIES)
 
 
 def test_rates_decay_and_names_reach_the_optimizer():
-    model = Decoder(
-        ModelConfig(vocab_size=32, dim=16, layers=2, heads=2, mlp_dim=32, residual="attnres-block")
-    )
+    model = Decoder(ModelConfig(**SHAPE, residual="attnres-block"))
     optimizer = torch.optim.AdamW(param_groups(model, lr=0.5, weight_decay=0.2, query_lr=0.1))
     rows = [(g["name"], g["lr"], g["weight_decay"], g["lr_factor"]) for g in optimizer.param_groups]
     assert rows == [
@@ -90,7 +79,7 @@ class Own(nn.Module):
         super().__init__()
         self.words = nn.Embedding(10, 8)
         layer = {"linear": nn.Linear(8, 8), "norm": HeadNorm(), "positions": nn.Embedding(4, 8)}
-        self.layers = nn.ModuleDict({str(i): nn.ModuleDict(layer) for i in range(1)})
+        self.layers = nn.ModuleDict({"0": nn.ModuleDict(layer)})
         self.experts = nn.ModuleList([nn.Module()])
         self.experts[0].up = nn.Parameter(torch.zeros(3, 8, 8))
         self.experts[0].up_bias = nn.Parameter(torch.zeros(3, 8))
@@ -102,25 +91,19 @@ def test_a_model_of_ones_own():
     actual = members(Own(), query_lr=0.1)
     assert actual["matrices"] == {"layers.0.linear.weight", "experts.0.up"}
     assert actual["queries"] == {"mixer.reads.1.query", "mixer.reads.2.query"}
-    assert {
-        "words.weight",
-        "output.weight",
-        "layers.0.positions.weight",
-        "experts.0.up_bias",
-    } <= actual["rest"]
-    assert {"layers.0.norm.weight", "mixer.reads.1.key_weight"} <= actual["rest"]
+    embeddings = {"words.weight", "output.weight", "layers.0.positions.weight"}
+    assert embeddings <= actual["rest"]
+    vectors = {"experts.0.up_bias", "layers.0.norm.weight", "mixer.reads.1.key_weight"}
+    assert vectors <= actual["rest"]
 
 
 def test_a_stack_in_a_dictionary_may_have_names_that_end_in_numbers():
     """Else only the MLPs of these layers would decay, which nn.Sequential numbers, and nothing else."""
-    layer = {
-        "attention": nn.Linear(8, 8),
-        "mlp": nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)),
-    }
-    layers = nn.ModuleDict({f"layer{i}": nn.ModuleDict(layer) for i in range(1)})
-    whole = members(
-        nn.ModuleDict({"words": nn.Embedding(10, 8), "layers": layers, "output": nn.Linear(8, 10)})
-    )
+    mlp = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    layer = nn.ModuleDict({"attention": nn.Linear(8, 8), "mlp": mlp})
+    layers = nn.ModuleDict({"layer0": layer})
+    around = {"words": nn.Embedding(10, 8), "layers": layers, "output": nn.Linear(8, 10)}
+    whole = members(nn.ModuleDict(around))
     matrices = {"layer0.attention.weight", "layer0.mlp.0.weight", "layer0.mlp.2.weight"}
     assert members(layers)["matrices"] == matrices
     assert whole["matrices"] == {f"layers.{name}" for name in matrices}
@@ -130,15 +113,12 @@ def test_attributes_that_differ_in_a_number_are_a_stack():
     """But a model in a model is none by its name: of this one the head would decay."""
     module = nn.Module()
     module.gpt2 = Own()
-    for i in range(9, 11):
-        setattr(
-            module, f"layer{i}", nn.ModuleDict({"attention": nn.Linear(8, 8), "norm": HeadNorm()})
-        )
-    inner = {f"gpt2.{name}" for name in members(module.gpt2)["matrices"]}
-    assert members(module)["matrices"] == inner | {
-        "layer9.attention.weight",
-        "layer10.attention.weight",
-    }
+    expected = {f"gpt2.{name}" for name in members(module.gpt2)["matrices"]}
+    for name in ("layer9", "layer10"):
+        layer = nn.ModuleDict({"attention": nn.Linear(8, 8), "norm": HeadNorm()})
+        setattr(module, name, layer)
+        expected.add(f"{name}.attention.weight")
+    assert members(module)["matrices"] == expected
 
 
 @pytest.mark.parametrize(
@@ -151,14 +131,12 @@ def test_a_converted_model(model_type, matrix):
     actual = members(model)
     assert actual["matrices"] == plain["matrices"]
     assert any(matrix in name for name in actual["matrices"])
-    assert not [
-        name
-        for name in actual["matrices"]
-        if "norm" in name or "ln_" in name or "emb" in name or "head" in name
-    ]
+    for part in ("norm", "ln_", "emb", "head"):
+        assert not any(part in name for name in actual["matrices"])
     added = {name for name, _ in model.named_parameters() if ".residual." in name}
-    assert actual["queries"] == {name for name in added if name.endswith(".query")} != set()
-    assert actual["rest"] == plain["rest"] | {name for name in added if not name.endswith(".query")}
+    queries = {name for name in added if name.endswith(".query")}
+    assert actual["queries"] == queries != set()
+    assert actual["rest"] == plain["rest"] | (added - queries)
 
 
 def test_a_model_without_layers_is_refused_unless_nothing_decays():
@@ -170,8 +148,6 @@ def test_a_model_without_layers_is_refused_unless_nothing_decays():
 
 
 def test_the_trainer_and_a_loop_of_ones_own_have_the_same_factor_by_default():
-    module = inspect.signature(param_groups).parameters
-    assert (module["query_lr"].default, module["weight_decay"].default) == (
-        OptimSettings().query_lr,
-        OptimSettings().weight_decay,
-    )
+    parameters = inspect.signature(param_groups).parameters
+    for name in ("query_lr", "weight_decay"):
+        assert parameters[name].default == getattr(OptimSettings(), name)

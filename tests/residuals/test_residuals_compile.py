@@ -1,15 +1,15 @@
-"""Every residual's decoder is one graph for torch.compile, with the logits and gradients it has without.
+"""Every residual's decoder is one graph for torch.compile, with the same logits and gradients.
 
-No code is generated, which would take half a minute a decoder; inductor itself runs for the one residual with an
-operator that it cannot look into, and leaves the operators around it to PyTorch. aot_eager, which also traces the
-backward pass, is for residuals with operators of headwater's; of those made of PyTorch's own operators, dynamo's graph
-runs as it is.
+No code is generated, which would take half a minute a decoder; inductor itself runs for the one
+residual with an operator that it cannot look into, and leaves the operators around it to PyTorch.
+aot_eager, which also traces the backward pass, is for residuals with operators of headwater's; of
+those made of PyTorch's own operators, dynamo's graph runs as it is.
 """
 
 import pytest
 import torch
 from kernel_cases import INDUCTOR, UNFUSED
-from tinymodels import DIM, gradients_of, model_of, tokens_of
+from tinymodels import DIM, advance, gradients_of, inputs_of, model_of, tokens_of
 from torch import nn
 
 from headwater.residuals import build, names
@@ -25,14 +25,28 @@ OPTIONS = [
 
 
 OWN_OPERATORS = ("standard", "attnres", "delta-attnres", "hyper-attnres", "mhc")
-
-
 SOURCES = ("attnres-full", "delta-attnres", "hyper-attnres")
 
 
+class Stack(nn.Module):
+    """Linear sublayers: attention would take inductor longest, and says nothing about a residual."""
+
+    def __init__(self, spec, layers):
+        super().__init__()
+        self.residual = build(spec, DIM, layers)
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(layers))
+
+    def forward(self, x):
+        state = self.residual.begin(x)
+        return self.residual.end(advance(self.residual, state, lambda i, x: self.layers[i](x)))
+
+
 def layers_of(spec):
-    """Two where the state grows from layer to layer; else the second layer of the graph would repeat the first. One
-    where it is a list of sources, of which a layer and the head read one, two and three."""
+    """Layers that show all of a graph.
+
+    Two where the state grows from layer to layer; else the second layer would repeat the first. One
+    where the state is a list of sources, of which a layer and the head read one, two and three.
+    """
     if spec.startswith(SOURCES):
         return 1
     residual = build(spec, DIM, 4)
@@ -44,41 +58,24 @@ def test_the_decoder_is_one_graph(spec):
     torch.compiler.reset()
     model, tokens = model_of(spec, scatter=True, layers=layers_of(spec)), tokens_of()
     expected, desired = gradients_of(model, tokens)
-    # Which has no Sinkhorn iteration
-    module = spec.startswith(OWN_OPERATORS) and spec != "mhc-lite"
-    traced = torch.compile(model, backend="aot_eager" if module else "eager", fullgraph=True)
+    ours = spec.startswith(OWN_OPERATORS) and spec != "mhc-lite"  # has no Sinkhorn iteration
+    traced = torch.compile(model, backend="aot_eager" if ours else "eager", fullgraph=True)
     logits, gradients = gradients_of(traced, tokens)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-    for name, gradient in desired.items():
-        torch.testing.assert_close(
-            gradients[f"_orig_mod.{name}"], gradient, atol=1e-4, rtol=1e-3, msg=name
-        )
-
-
-class Stack(nn.Module):
-    """One linear sublayer: attention would take inductor longest, and says nothing about a residual."""
-
-    def __init__(self, residual):
-        super().__init__()
-        self.residual = residual
-        self.linear = nn.Linear(DIM, DIM, bias=False)
-
-    def forward(self, x):
-        state = self.residual.begin(x)
-        read, state = self.residual.read(state, 0)
-        return self.residual.end(self.residual.write(state, 0, self.linear(read)))
+    desired = {f"_orig_mod.{name}": gradient for name, gradient in desired.items()}
+    torch.testing.assert_close(gradients, desired, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("spec", [*names(), *OPTIONS])
 def test_a_layer_compiles_by_itself_whatever_its_number(spec):
-    """After the second number torch.compile takes it for one that varies; engines compile layer by layer."""
+    """Engines compile layer by layer; after the second number torch.compile takes it to vary."""
     torch.compiler.reset()
     torch.manual_seed(0)
     residual = build(spec, DIM, 4)
 
     def layer(i, *state):
         read, state = residual.read(state, i)
-        return residual.write(state, i, torch.tanh(sum(read) if isinstance(read, tuple) else read))
+        return residual.write(state, i, torch.tanh(sum(inputs_of(read))))
 
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     expected = actual = tuple(residual.begin(torch.randn(2, 3, DIM)))
@@ -91,7 +88,7 @@ def test_a_layer_compiles_by_itself_whatever_its_number(spec):
 def test_inductor_gives_the_same():
     torch.compiler.reset()
     torch.manual_seed(0)
-    stack = Stack(build("mhc", DIM, 1))
+    stack = Stack("mhc", 1)
     for parameter in stack.parameters():
         nn.init.normal_(parameter, std=0.3)
     x, seed = torch.randn(2, 3, 4, DIM)
@@ -99,9 +96,8 @@ def test_inductor_gives_the_same():
     compiled = torch.compile(stack, fullgraph=True, options=INDUCTOR | UNFUSED)
     for forward in (stack, compiled):
         out = forward(x)
-        results.append([out.detach(), *torch.autograd.grad(out, list(stack.parameters()), seed)])
-    for value, other in zip(*results, strict=True):
-        torch.testing.assert_close(value, other, atol=1e-4, rtol=1e-3)
+        results.append([out.detach(), *torch.autograd.grad(out, [*stack.parameters()], seed)])
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-3)
 
 
 def test_autocast_is_part_of_the_graph():
@@ -109,36 +105,17 @@ def test_autocast_is_part_of_the_graph():
     model, tokens = model_of("mhc", scatter=True, layers=1), tokens_of()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         expected = model(tokens)
-        torch.testing.assert_close(
-            torch.compile(model, backend="aot_eager", fullgraph=True)(tokens),
-            expected,
-            atol=0.02,
-            rtol=0.02,
-        )
+        actual = torch.compile(model, backend="aot_eager", fullgraph=True)(tokens)
+    torch.testing.assert_close(actual, expected, atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("spec", ["attnres-block:block=2", "mhc"])
 def test_torch_export_takes_a_network_with_a_residual_and_what_it_gives_can_be_trained(spec):
-    class Network(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
-            self.residual = build(spec, DIM, 4)
-
-        def forward(self, x):
-            state = self.residual.begin(x)
-            for i, layer in enumerate(self.layers):
-                read, state = self.residual.read(state, i)
-                state = self.residual.write(state, i, layer(read))
-            return self.residual.end(state)
-
-    network, x = Network(), torch.randn(2, 5, DIM)
+    network, x = Stack(spec, 4), torch.randn(2, 5, DIM)
     exported = torch.export.export(network, (x,)).module()
     expected, actual = network(x), exported(x)
     torch.testing.assert_close(actual, expected)
-    parameters = [*network.parameters()]
-    gradients = [
-        torch.autograd.grad(y.square().sum(), parameters, allow_unused=True)
-        for y in (actual, expected)
-    ]
+    parameters, gradients = [*network.parameters()], []
+    for y in (actual, expected):
+        gradients.append(torch.autograd.grad(y.square().sum(), parameters, allow_unused=True))
     torch.testing.assert_close(*gradients)

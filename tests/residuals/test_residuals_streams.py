@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from kernel_cases import replay, ways
-from tinymodels import scattered
+from kernel_cases import replay, ways, with_option
+from tinymodels import advance, scattered
 from torch.overrides import TorchFunctionMode
 
 from headwater.residuals import build
@@ -47,22 +47,18 @@ def test_streams_sit_beside_the_channels_not_in_the_batch(spec):
 def test_a_sublayer_keeps_its_n_streams_and_no_copy_of_them(spec):
     residual, (x, *outputs) = with_sources(spec)
     arguments = {t.untyped_storage().data_ptr() for t in (x, *outputs, *residual.parameters())}
-    saved = {}
+    saved = {}  # tensors too, so that no address is used twice
 
     def keep(tensor):
-        if tensor.untyped_storage().data_ptr() not in arguments:
-            saved[tensor.untyped_storage().data_ptr()] = (
-                tensor  # held, so that no address is used twice
-            )
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in arguments:
+            saved[storage.data_ptr()] = tensor, storage.nbytes() // 4
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        state = residual.begin(x)
-        for i, y in enumerate(outputs):
-            _, state = residual.read(state, i)
-            state = residual.write(state, i, y)
+        state = advance(residual, residual.begin(x), lambda i, _: outputs[i])
         residual.end(state).sum()
-    wide = [tensor.untyped_storage().nbytes() // 4 for tensor in saved.values()]
+    wide = [size for _, size in saved.values()]
     streams = BATCH * TOKENS * STREAMS * DIM
     assert max(wide) == streams
     assert sum(size >= BATCH * TOKENS * DIM for size in wide) <= SUBLAYERS  # one state a sublayer
@@ -78,16 +74,17 @@ def test_kernels_give_the_same(spec, compiled):
 
     torch.compiler.reset()
     tensors = torch.randn(3, 1, 3, DIM, generator=torch.Generator().manual_seed(0)).unbind(0)
-    join = "," if ":" in spec else ":"
     before = launches.copy()
-    actual = replay(f"{spec}{join}backend=triton", tensors, compiled=compiled, unused=True)
+    on_kernels = with_option(spec, "backend=triton")
+    actual = replay(on_kernels, tensors, compiled=compiled, unused=True)
     ran = launches - before
     assert ran["read_streams"] == ran["write_streams"] == ran["write_streams_backward"] == 2
     assert ran["score"] == (0 if "static" in spec else 2)
     of_gates = 2 if spec.startswith("mhc") and "lite" not in spec else 0
     assert ran["gate_streams"] == ran["gate_streams_backward"] == of_gates
     assert ran["sinkhorn"] == 0
-    for value, exact in zip(actual, replay(spec, tensors, torch.float64, unused=True), strict=True):
+    expected = replay(spec, tensors, torch.float64, unused=True)
+    for value, exact in zip(actual, expected, strict=True):
         if exact is not None:  # nobody reads the last ones' mixing
             torch.testing.assert_close(value.double(), exact, atol=1e-4, rtol=1e-4)
 
@@ -97,16 +94,15 @@ def test_a_mixing_matrix_is_read_off_the_reference():
     pytest.importorskip("triton", reason="the kernels need triton")
     from headwater.ops.triton.launch import launches
 
-    residual, before = build("mhc:backend=triton", DIM, 1), sum(launches.values())
+    residual, before = build("mhc:backend=triton", DIM, 1), launches.total()
     with hold_weights():
-        residual.write(
-            residual.read(residual.begin(torch.randn(2, DIM)), 0)[1], 0, torch.randn(2, DIM)
-        )
-    assert sum(launches.values()) == before
+        state = residual.begin(torch.randn(2, DIM))
+        advance(residual, state, lambda i, _: torch.randn(2, DIM))
+    assert launches.total() == before
 
 
 class SumsUnderAutocast(TorchFunctionMode):
-    """Note for each sum over streams whether autocast is on; on a GPU it would be computed in fp32 then."""
+    """Note for each sum over streams whether autocast is on: a GPU would then compute in fp32."""
 
     def __init__(self):
         super().__init__()
@@ -122,10 +118,7 @@ class SumsUnderAutocast(TorchFunctionMode):
 def test_the_head_sees_streams_that_were_summed_in_their_own_dtype(spec):
     residual, (x, *outputs) = with_sources(spec)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        state = residual.begin(x.bfloat16())
-        for i, y in enumerate(outputs):
-            _, state = residual.read(state, i)
-            state = residual.write(state, i, y)
+        state = advance(residual, residual.begin(x.bfloat16()), lambda i, _: outputs[i])
         with SumsUnderAutocast() as sums:
             end = residual.end(state)
     assert sums.autocast == [False]

@@ -1,9 +1,10 @@
-"""A state says what it holds: every verb of every residual takes the states it can take, and names the others."""
+"""A state says what it holds: verbs take the states that they can take, and name the others."""
 
 import threading
 
 import pytest
 import torch
+from tinymodels import advance, inputs_of
 
 from headwater.residuals import build, names, record
 from headwater.residuals.base import hold_weights, weights_held
@@ -32,14 +33,17 @@ def begun(spec, sublayers=8):
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_table_has_the_number_of_tensors_of_every_state(spec):
     residual, x = begun(spec)
+
+    def assert_laid_out(state, verb, i):
+        assert len(state) in map(len, residual.layouts[verb, i])
+
     state = residual.begin(x)
     for i in range(residual.sublayers):
-        assert len(state) in {len(layout) for layout in residual.layouts["read", i]}
+        assert_laid_out(state, "read", i)
         read, state = residual.read(state, i)
-        assert len(state) in {len(layout) for layout in residual.layouts["write", i]}
-        state = residual.write(state, i, torch.tanh(read[0] if isinstance(read, tuple) else read))
-    assert len(state) in {len(layout) for layout in residual.layouts["read", residual.sublayers]}
-    residual.end(state)
+        assert_laid_out(state, "write", i)
+        state = residual.write(state, i, torch.tanh(inputs_of(read)[0]))
+    assert_laid_out(state, "read", residual.sublayers)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -48,15 +52,14 @@ def test_a_state_in_the_wrong_place_is_an_error_that_names_both_places(spec):
     state = residual.begin(x)
     _, reading = residual.read(state, 0)
     written = residual.write(reading, 0, x)
-    for verb, place, came in (
-        (lambda: residual.write(state, 0, x), "write 0", "read 0"),
-        # The result of write 0 was dropped
-        (lambda: residual.read(reading, 1), "read 1", "write 0"),
-        (lambda: residual.read(state, 1), "read 1", "read 0"),
-        (lambda: residual.end(written), "end", "read 1"),
+    for verb, arguments, place, came in (
+        (residual.write, (state, 0, x), "write 0", "read 0"),
+        (residual.read, (reading, 1), "read 1", "write 0"),  # the result of write 0 was dropped
+        (residual.read, (state, 1), "read 1", "read 0"),
+        (residual.end, (written,), "end", "read 1"),
     ):
         with pytest.raises(ValueError, match=f"^{place} of .* got the state for {came}$"):
-            verb()
+            verb(*arguments)
     for number in (99, -1, "0", torch.tensor(0)):
         with pytest.raises(ValueError, match=r"connects 8 sublayers, 0 to 7"):
             residual.read(tuple(state), number)
@@ -86,22 +89,26 @@ def test_other_values_are_an_error_that_names_what_came(spec):
 def test_one_sublayer_more_than_were_named_is_an_error(spec):
     """The state that `end` takes is none to read for a sublayer."""
     residual, x = begun(spec)
-    state = residual.begin(x)
-    for i in range(8):
-        state = residual.write(residual.read(state, i)[1], i, x)
+    state = advance(residual, residual.begin(x), lambda i, _: x)
     with pytest.raises(ValueError, match=r"connects 8 sublayers, 0 to 7; got 8"):
         residual.read(state, 8)
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_tensors_alone_are_a_state_too(spec):
-    """A plain tuple is what crossed a stage, a checkpoint of activations or the compiler."""
+    """A plain tuple is what crossed a stage, a checkpoint of activations or the compiler.
+
+    Whoever moves or casts what a layer takes makes type(state)(...) of its tensors.
+    """
     residual, x = begun(spec)
-    placed, plain = residual.begin(x), tuple(residual.begin(x))
+    state = residual.begin(x)
+    plain = type(state)(tensor.clone() for tensor in state)
     for i in range(residual.sublayers):
-        (_, placed), (_, plain) = residual.read(placed, i), residual.read(tuple(plain), i)
-        placed, plain = residual.write(placed, i, x), residual.write(tuple(plain), i, x)
-    assert torch.equal(residual.end(placed), residual.end(tuple(plain)))
+        assert type(plain) is tuple
+        plain = tuple(residual.read(plain, i)[1])
+        plain = tuple(residual.write(plain, i, x))
+    whole = advance(residual, state, lambda i, _: x)
+    assert torch.equal(residual.end(whole), residual.end(plain))
 
 
 def test_what_one_thread_looks_at_another_does_not_see():

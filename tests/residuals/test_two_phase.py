@@ -1,4 +1,4 @@
-"""The two-phase schedule on its references: the same network as with one pass per read, on any device."""
+"""The two-phase schedule on its references: the same network as with one pass per read."""
 
 import copy
 from functools import partial
@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
-from tinymodels import model_of
+from tinymodels import advance, model_of
 from tinymodels import scattered as scattered_residual
 from torch.utils.checkpoint import checkpoint
 
@@ -15,9 +15,9 @@ from headwater.models.norm import RMSNorm
 from headwater.residuals import AttentionResidual, attention, build, record, with_options
 from headwater.residuals.record import replay
 
-# 3: the last block is partial
-SPECS = ["attnres-block:block=3", "attnres-block:block=8", "attnres-full"]
-
+BLOCK, FULL = "attnres-block:block=3", "attnres-full"  # 3: the last block is partial
+SPECS = [BLOCK, "attnres-block:block=8", FULL]
+CLOSE = {"atol": 1e-5, "rtol": 1e-4}
 
 scattered = partial(scattered_residual, scale=0.3)
 
@@ -52,75 +52,68 @@ def results_of(model, tokens):
 def test_it_is_the_same_network(spec, other, monkeypatch):
     monkeypatch.setattr(attention, "WORTH_TWO_PHASES", 0)
     (one, two), tokens = models_of(spec, other), torch.randint(0, 40, (2, 7))
-    for value, other in zip(results_of(two, tokens), results_of(one, tokens), strict=True):
-        torch.testing.assert_close(value, other, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(results_of(two, tokens), results_of(one, tokens), **CLOSE)
     text = generate(one, tokens, 9, temperature=0.0)
     assert torch.equal(generate(two, tokens, 9, temperature=0.0), text)
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_record_shows_the_same_reads_and_weights(spec):
-    models, tokens, traces = models_of(spec), torch.randint(0, 40, (1, 5)), []
-    for model in models:
+    tokens, records = torch.randint(0, 40, (1, 5)), []
+    for model in models_of(spec):
         with torch.no_grad(), record(model.residual) as trace:
             model(tokens)
-        traces.append(trace)
-    one, two = traces
-    for value, other in zip([*two.reads, *two.weights], [*one.reads, *one.weights], strict=True):
-        torch.testing.assert_close(value, other, atol=1e-5, rtol=1e-4)
+        records.append([*trace.reads, *trace.weights])
+    torch.testing.assert_close(*records, **CLOSE)
 
 
-def drive(residual, state, start, stop, outputs):
-    for i in range(start, stop):
-        x, state = residual.read(state, i)
-        state = residual.write(state, i, outputs[i + 1] + x.tanh())
-    return state
+def drive(residual, state, outputs, start=0, stop=None):
+    return advance(residual, state, lambda i, x: outputs[i + 1] + x.tanh(), start, stop)
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_settled_state_can_be_read_on(spec):
     residual, outputs = scattered(phased(spec), sublayers=10), torch.randn(11, 2, 16)
-    whole = residual.end(drive(residual, residual.begin(outputs[0]), 0, 10, outputs))
+    state = residual.begin(outputs[0])
+    whole = residual.end(drive(residual, state, outputs))
     for i in range(10):
-        state = residual.settle(drive(residual, residual.begin(outputs[0]), 0, i, outputs), i)
-        assert len(state) == residual.num_sources(i)
-        end = residual.end(drive(residual, state, i, 10, outputs))
-        torch.testing.assert_close(end, whole, atol=1e-5, rtol=1e-4)
+        settled = residual.settle(state, i)
+        assert len(settled) == residual.num_sources(i)
+        end = residual.end(drive(residual, settled, outputs, i))
+        torch.testing.assert_close(end, whole, **CLOSE)
+        state = drive(residual, state, outputs, i, i + 1)
 
 
 @pytest.mark.parametrize("spec", [*SPECS, "attnres-block:block=1"])
 def test_stages_with_their_own_queries_do_what_the_whole_does(spec):
-    """Every pair of cuts: inside a block, between two, before the last sublayer. Values, and the gradient of every
-    parameter and source."""
-    sublayers = 10
-    whole, outputs = (
-        scattered(one_by_one(spec), sublayers=sublayers),
-        torch.randn(sublayers + 1, 2, 16),
-    )
-    leaves = [o.requires_grad_() for o in outputs.unbind(0)]
-    end = whole.end(drive(whole, whole.begin(leaves[0]), 0, sublayers, leaves))
+    """Every pair of cuts: inside a block, between two, before the last sublayer.
+
+    Values are compared, and the gradient of every parameter and source.
+    """
+    whole = scattered(one_by_one(spec), sublayers=10)
+    leaves = [output.requires_grad_() for output in torch.randn(11, 2, 16).unbind(0)]
+    end = whole.end(drive(whole, whole.begin(leaves[0]), leaves))
     desired = torch.autograd.grad(end.square().sum(), [*leaves, *whole.parameters()])
     names = [name for name, _ in whole.named_parameters()]
-    blank = scattered(phased(spec), sublayers=sublayers)
-    for cuts in combinations(range(1, sublayers), 2):
-        stages, state = [], None
-        for start, stop in pairwise((0, *cuts, sublayers)):
+    blank = scattered(phased(spec), sublayers=10)
+    for cuts in combinations(range(1, 10), 2):
+        parameters = {}
+        state = None
+        for start, stop in pairwise((0, *cuts, 10)):
             stage = copy.deepcopy(blank)
             stage.keep_only(start, stop)
+            parameters.update(stage.named_parameters())
             state = stage.adopt(state, start) if start else stage.begin(leaves[0])
             assert stage.two_phase.holds(state, "read", start), "the stage runs in two phases"
-            state = drive(stage, state, start, stop, leaves)
-            stages.append(stage)
-            state = state if stop == sublayers else stage.settle(state, stop)
-        last = stages[-1].end(state)
-        torch.testing.assert_close(last, end, atol=1e-5, rtol=1e-4)
-        references = {name: p for stage in stages for name, p in stage.named_parameters()}
-        assert references.keys() == set(names)
-        actual = torch.autograd.grad(
-            last.square().sum(), [*leaves, *(references[name] for name in names)]
-        )
-        for value, other in zip(actual, desired, strict=True):
-            torch.testing.assert_close(value, other, atol=2e-4, rtol=1e-3)
+            state = drive(stage, state, leaves, start, stop)
+            if stop < 10:
+                state = stage.settle(state, stop)
+        last = stage.end(state)
+        torch.testing.assert_close(last, end, **CLOSE)
+        assert parameters.keys() == set(names)
+        inputs = [*leaves, *map(parameters.get, names)]
+        actual = torch.autograd.grad(last.square().sum(), inputs)
+        torch.testing.assert_close(actual, desired, atol=2e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -130,8 +123,7 @@ def test_a_cpu_takes_two_phases_to_train_in_fp32(spec):
     def phases(dtype=torch.float32, tokens=4096, **options):
         x = torch.zeros(tokens, 16, dtype=dtype)
         residual = build(with_options(spec, **options), 16, 10)
-        state = residual.begin(x)
-        state = residual.write(residual.read(state, 0)[1], 0, x)
+        state = advance(residual, residual.begin(x), lambda i, _: x, stop=1)
         return residual.two_phase is not None and residual.two_phase.holds(state, "read", 1)
 
     assert phases()
@@ -149,19 +141,22 @@ def test_a_cpu_takes_two_phases_to_train_in_fp32(spec):
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("inside", [0, 1, 3])
 def test_what_begins_may_be_recomputed(spec, inside, monkeypatch):
-    """The first pass of re-entrant checkpointing has no gradients; its state is that of the second, which has some."""
+    """The first pass of re-entrant checkpointing has no gradients.
+
+    Its state is that of the second pass, which has some.
+    """
     monkeypatch.setattr(attention, "WORTH_TWO_PHASES", 0)
     residual, outputs = scattered(spec, sublayers=10), torch.randn(11, 2, 16)
 
     def begin(x):
-        return tuple(drive(residual, residual.begin(x), 0, inside, outputs))
+        return tuple(drive(residual, residual.begin(x), outputs, stop=inside))
 
     def results(around):
         residual.zero_grad()
         x = torch.ones(2, 16, requires_grad=True)
         state = around(begin, x * outputs[0])
         assert len(state) > 1
-        end = residual.end(drive(residual, state, inside, 10, outputs))
+        end = residual.end(drive(residual, state, outputs, inside))
         end.square().sum().backward()
         return [end, x.grad, *(parameter.grad for parameter in residual.parameters())]
 
@@ -173,18 +168,27 @@ def test_what_begins_may_be_recomputed(spec, inside, monkeypatch):
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_compiled_pass_reads_one_by_one(spec):
     residual = build(spec, 16, 10)
-    assert (
-        len(torch.compile(residual.begin, backend="eager", fullgraph=True)(torch.zeros(4096, 16)))
-        == 1
+    compiled, x = (
+        torch.compile(residual.begin, backend="eager", fullgraph=True),
+        torch.zeros(4096, 16),
     )
-    assert len(residual.begin(torch.zeros(4096, 16))) > 1
+    assert len(compiled(x)) == 1
+    assert len(residual.begin(x)) > 1
 
 
 class Centred(torch.nn.RMSNorm):
-    """One of the user's own, whose weight is around zero."""
+    """A norm of the user's, whose weight is around zero."""
 
     def forward(self, x):
         return torch.nn.functional.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
+
+
+def ends_of(residual, norm, outputs):
+    """The last read, each read before it normed, of sublayers that scale what they read."""
+    norms = [norm] * residual.sublayers
+    state = residual.begin(outputs[0])
+    state = advance(residual, state, lambda i, x: x * outputs[i + 1], norms=norms)
+    return residual.end(state, norm=norm)
 
 
 @pytest.mark.parametrize("kind", [Centred, torch.nn.RMSNorm])
@@ -192,46 +196,40 @@ class Centred(torch.nn.RMSNorm):
 def test_over_the_plain_operators_a_norm_is_called(spec, kind, monkeypatch):
     """It is called as in reads one by one: with its class's forward or its own."""
     monkeypatch.setattr(attention, "WORTH_TWO_PHASES", 0)
-    norm, noted, outputs = kind(16, eps=1e-6), [], torch.randn(11, 2, 16)
-    norm.forward = lambda x, forward=norm.forward: noted.append(1) or forward(x)
-    results = []
-    for residual in (scattered(one_by_one(spec), sublayers=10), scattered(spec, sublayers=10)):
-        state = residual.begin(outputs[0])
-        for i in range(10):
-            assert not residual.folds_norm(state, i)
-            x, state = residual.read(state, i, norm=norm)
-            state = residual.write(state, i, x * outputs[i + 1])
-        results.append(residual.end(state, norm=norm))
-    assert len(noted) == 22
-    torch.testing.assert_close(results[1], results[0], atol=1e-4, rtol=1e-3)
+    norm, calls, outputs = kind(16, eps=1e-6), [], torch.randn(11, 2, 16)
+    norm.forward = lambda x, forward=norm.forward: calls.append(1) or forward(x)
+    one, two = (scattered(s, sublayers=10) for s in (one_by_one(spec), spec))
+    assert not two.folds_norm(two.begin(outputs[0]), 0)
+    expected, actual = ends_of(one, norm, outputs), ends_of(two, norm, outputs)
+    assert len(calls) == 22
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-3)
+
+
+with_kernels = pytest.mark.parametrize("spec", [BLOCK, FULL])
+
+
+def on_kernels(spec, sublayers=4, **options):
+    pytest.importorskip("triton", reason="the kernels need triton")
+    return scattered(with_options(spec, backend="triton", **options), sublayers=sublayers)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("spec", ["attnres-block:block=3", "attnres-full"])
+@with_kernels
 @pytest.mark.parametrize("folds", [False, True])
 def test_a_kernel_takes_no_norm_with_a_forward_of_its_own(spec, folds):
     """Unless its class says that weight and eps are all there is to it."""
-    pytest.importorskip("triton", reason="the kernels need triton")
     norm, outputs = type("Mine", (Centred,), {"folds": folds})(16, eps=1e-6), torch.randn(5, 2, 16)
-    results = []
-    for options in ({"schedule": "one-pass"}, {"backend": "triton"}):
-        residual = scattered(with_options(spec, **options), sublayers=4)
-        state = residual.begin(outputs[0])
-        for i in range(4):
-            _, state = residual.read(state, i, norm=norm)
-            state = residual.write(state, i, outputs[i + 1])
-        results.append(residual.end(state, norm=norm))
-    assert torch.allclose(*results, atol=1e-4, rtol=1e-3) != folds
+    expected = ends_of(scattered(one_by_one(spec), sublayers=4), norm, outputs)
+    actual = ends_of(on_kernels(spec), norm, outputs)
+    assert torch.allclose(actual, expected, atol=1e-4, rtol=1e-3) != folds
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("spec", ["attnres-block:block=3", "attnres-full"])
+@with_kernels
 @pytest.mark.parametrize("hook", ["", "forward_pre_", "full_backward_", "module_forward_"])
 def test_the_decoders_norm_is_folded_as_torchs_is_and_none_with_hooks(spec, hook, monkeypatch):
-    pytest.importorskip("triton", reason="the kernels need triton")
-    residual = scattered(with_options(spec, backend="triton"), sublayers=4)
-    outputs, norm_of = torch.randn(5, 2, 16), torch.nn.functional.rms_norm
-    called, calls, ends = [], [], []
+    residual, outputs = on_kernels(spec), torch.randn(5, 2, 16)
+    norm_of, called, calls, ends = torch.nn.functional.rms_norm, [], [], []
     monkeypatch.setattr(
         torch.nn.functional, "rms_norm", lambda *words: called.append(1) or norm_of(*words)
     )
@@ -239,37 +237,37 @@ def test_the_decoders_norm_is_folded_as_torchs_is_and_none_with_hooks(spec, hook
         called.clear()
         owner = torch.nn.modules.module if hook == "module_forward_" else norm
         handle = getattr(owner, f"register_{hook}hook")(lambda *_: None) if hook else None
-        state = residual.begin(outputs[0])
-        for i in range(4):
-            state = residual.write(residual.read(state, i, norm=norm)[1], i, outputs[i + 1])
-        ends.append(residual.end(state, norm=norm))
+        ends.append(ends_of(residual, norm, outputs))
         calls.append(len(called))
         if handle is not None:
             handle.remove()
     # A norm that is folded in is called by a read of one source only.
-    torchs, decoders, own = calls
+    torchs, decoders, users = calls
     assert torchs == decoders
     assert (torchs == 5) == bool(hook)
-    assert own == 5
+    assert users == 5
     torch.testing.assert_close(ends[0], ends[1])
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("spec", ["attnres-block:block=3", "attnres-full"])
+@with_kernels
 def test_kernels_keep_the_eps_of_keys_apart_from_the_eps_of_the_norm(spec):
     """Sources are small and both eps large, so that an exchange of the two shows in every read."""
-    pytest.importorskip("triton", reason="the kernels need triton")
     norm, outputs = torch.nn.RMSNorm(16, eps=0.5), 0.3 * torch.randn(7, 2, 16)
     results = []
-    for options in ({"schedule": "one-pass"}, {"backend": "triton"}):
-        residual = scattered(with_options(spec, eps=0.02, **options), sublayers=6)
-        state, reads = residual.begin(outputs[0]), []
-        for i in range(6):
-            x, state = residual.read(state, i, norm=norm)
+    for residual in (
+        scattered(with_options(one_by_one(spec), eps=0.02), sublayers=6),
+        on_kernels(spec, 6, eps=0.02),
+    ):
+        reads = []
+
+        def output_of(i, x, reads=reads):
             reads.append(x)
-            state = residual.write(state, i, outputs[i + 1])
-        results.append(torch.stack([*reads, residual.end(state, norm=norm)]))
-    torch.testing.assert_close(results[1], results[0], atol=1e-5, rtol=1e-4)
+            return outputs[i + 1]
+
+        state = advance(residual, residual.begin(outputs[0]), output_of, norms=[norm] * 6)
+        results.append([*reads, residual.end(state, norm=norm)])
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
 
 
 def test_queries_on_another_device_stay_there():
@@ -289,43 +287,40 @@ def test_a_schedule_asked_for_by_name_runs_or_says_why_not():
 
 @torch.no_grad()
 def test_sources_beside_streams_are_read_in_two_phases_too():
-    """On a GPU the attention of hyper-attnres has the state of two phases; a stage is handed sources alone."""
-    torch.manual_seed(0)
-    residual = build("hyper-attnres:streams=2,block=3", 16, 8)
-    for parameter in residual.parameters():
-        parameter.add_(0.3 * torch.randn(parameter.shape))
+    """On a GPU the attention of hyper-attnres has the state of two phases.
+
+    A stage is handed sources alone.
+    """
+    residual = scattered("hyper-attnres:streams=2,block=3", sublayers=8)
     sources = list(torch.randn(9, 2, 5, 16))
     expected = replay(residual, sources)
     phased = AttentionResidual(16, 8, block=3, schedule="two-phase", backend="reference")
     phased.load_state_dict(residual.depth_part.state_dict())
     residual.depth_part = phased
     residual.forget_layouts()
-    for read, desired in zip(replay(residual, sources), expected):
-        torch.testing.assert_close(read, desired, atol=1e-5, rtol=1e-5)
-    state = residual.begin(sources[0])
-    for i in range(4):
-        state = residual.write(residual.read(state, i)[1], i, sources[i + 1])
+    close = {"atol": 1e-5, "rtol": 1e-5}
+    torch.testing.assert_close(replay(residual, sources), expected, **close)
+    begun = residual.begin(sources[0])
+    state = advance(residual, begun, lambda i, _: sources[i + 1], stop=4)
     assert len(state) > 4
     settled = residual.settle(state, 4)
     assert [len(layout) for layout in residual.layouts["read", 4]] == [4, len(state)]
     assert len(settled) == 4  # streams, embedding, a finished block, the running sum
-    torch.testing.assert_close(
-        residual.read(tuple(settled), 4)[0], expected[4], atol=1e-5, rtol=1e-5
-    )
+    torch.testing.assert_close(residual.read(tuple(settled), 4)[0], expected[4], **close)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("spec", SPECS)
 def test_without_gradients_two_phases_begin_behind_the_first_sublayer(spec):
-    """So that a GPU has work while the host gathers the queries; the reads are those of a pass with gradients."""
+    """A GPU has work while the host gathers the queries; reads are those of a pass with gradients."""
     residual, outputs = scattered(phased(spec), sublayers=10), torch.randn(11, 2, 16)
     state = residual.begin(outputs[0])
     assert len(state) == 1
-    state = drive(residual, state, 0, 1, outputs)
+    state = drive(residual, state, outputs, stop=1)
     assert residual.two_phase.holds(state, "read", 1)
-    end = residual.end(drive(residual, state, 1, 10, outputs))
+    end = residual.end(drive(residual, state, outputs, 1))
     with torch.enable_grad():
         state = residual.begin(outputs[0])
         assert len(state) > 1
-        desired = residual.end(drive(residual, state, 0, 10, outputs))
+        desired = residual.end(drive(residual, state, outputs))
     torch.testing.assert_close(end, desired, atol=1e-6, rtol=1e-5)
