@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tinykimi import KIMI
 from tinymodels import in_pieces, model_of, tokens_of
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -13,12 +14,11 @@ from headwater.models.attention import Attention, Rotary
 from headwater.ops.splitting import Split
 from headwater.residuals import names
 
+SHAPE = {"vocab_size": 50, "dim": 32, "layers": 3, "mlp_dim": 64, "context": 16}
+
 
 def test_parameter_and_flop_counts_are_those_of_the_modules():
-    config = ModelConfig(
-        vocab_size=50, dim=32, layers=3, heads=4, kv_heads=2, mlp_dim=64, context=16
-    )
-    model = Decoder(config)
+    model = Decoder(ModelConfig(**SHAPE, heads=4, kv_heads=2))
     attention, mlp = 32 * 32 * 2 + 32 * 16 * 2, 3 * 32 * 64
     assert model.parameter_count()["total"] == 2 * 50 * 32 + 3 * (attention + mlp) + 7 * 32
     forward = 2 * 3 * (attention + mlp) + 2 * 50 * 32 + 3 * 2 * 16 * 32 + 6 * 2 * 32
@@ -29,20 +29,15 @@ def test_flops_agree_with_pytorchs_counter():
     """FlopCounterMode sees matrix products; attention there is not halved for causality."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    model = Decoder(
-        ModelConfig(vocab_size=50, dim=32, layers=3, heads=4, kv_heads=4, mlp_dim=64, context=16)
-    )
-    tokens = torch.randint(0, 50, (2, 16))
-    with (
-        FlopCounterMode(display=False) as counter,
-        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
-    ):
+    model = Decoder(ModelConfig(**SHAPE, heads=4, kv_heads=4))
+    tokens, attention = torch.randint(0, 50, (2, 16)), torch.nn.attention
+    plain = attention.sdpa_kernel(attention.SDPBackend.MATH)
+    with plain, FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()
     causal_half = 3 * 3 * 2 * 16 * 32
     adds = 3 * model.residual.flops_per_token()
-    assert model.flops_per_token() == pytest.approx(
-        counter.get_total_flops() / 32 - causal_half + adds, rel=1e-6
-    )
+    expected = counter.get_total_flops() / 32 - causal_half + adds
+    assert model.flops_per_token() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("depth_start", [True, False])
@@ -57,7 +52,8 @@ def test_weights_start_at_the_scale_that_they_say(depth_start):
             if isinstance(linear, torch.nn.Linear):
                 weights[f"{i}.{name}"] = linear.weight
                 shrinks = name == "output" and depth_start
-                expected[f"{i}.{name}"] = (linear.in_features * (6 if shrinks else 1)) ** -0.5
+                fan_in = linear.in_features * (6 if shrinks else 1)
+                expected[f"{i}.{name}"] = fan_in**-0.5
     deviations = {name: weight.std().item() for name, weight in weights.items()}
     assert deviations == pytest.approx(expected, rel=0.03)
 
@@ -68,7 +64,8 @@ def test_a_decoder_is_its_formula():
     rotary = model.rotary(0, 12)
 
     def normed(x, norm):
-        return x / (x.square().mean(-1, keepdim=True) + 0.5).sqrt() * norm.weight
+        square = x.square().mean(-1, keepdim=True)
+        return x / (square + 0.5).sqrt() * norm.weight
 
     with torch.no_grad():
         x = model.embedding.weight[tokens_of()]
@@ -77,21 +74,15 @@ def test_a_decoder_is_its_formula():
             inner, body = normed(x, mlp.norm), mlp.body
             gate, up = inner @ body.gate.weight.T, inner @ body.up.weight.T
             x = x + (gate * gate.sigmoid() * up) @ body.output.weight.T
-        torch.testing.assert_close(model(tokens_of()), normed(x, model.norm) @ model.head.weight.T)
+        expected = normed(x, model.norm) @ model.head.weight.T
+        torch.testing.assert_close(model(tokens_of()), expected)
 
 
 def test_attention_is_its_formula():
     """Grouped queries, norms of queries and keys before their rotation, in complex numbers."""
     torch.manual_seed(0)
-    shape = {
-        "vocab_size": 8,
-        "dim": 32,
-        "heads": 4,
-        "kv_heads": 2,
-        "context": 8,
-        "rope_theta": 50.0,
-    }
-    config = ModelConfig(**shape, qk_norm=True, norm_eps=0.1)
+    settings = {"rope_theta": 50.0, "qk_norm": True, "norm_eps": 0.1}
+    config = ModelConfig(**SHAPE | {"context": 8}, heads=4, kv_heads=2, **settings)
     attention, x = Attention(config).double(), torch.randn(1, 6, 32, dtype=torch.float64)
     rotary = Rotary(config.head_dim, 8, config.rope_theta)(0, 6)
     with torch.no_grad():
@@ -105,25 +96,26 @@ def test_attention_is_its_formula():
             pairs = pairs * torch.polar(torch.ones_like(angle), angle)
             return torch.cat((pairs.real, pairs.imag))
 
-        def heads(linear, t):
-            return (linear.weight @ x[0, t]).split(8)
+        def head_of(linear, t, h):
+            return (linear.weight @ x[0, t]).split(8)[h]
+
+        def keys_and_values(t, h):
+            """Those that a head of the queries sees at token t; two heads share them."""
+            keys, values = [], []
+            for s in range(t + 1):
+                keys.append(turned(head_of(attention.key, s, h // 2), s, attention.key_norm))
+                values.append(head_of(attention.value, s, h // 2))
+            return torch.stack(keys), torch.stack(values)
 
         out = torch.zeros(6, 4, 8, dtype=torch.float64)
         for t in range(6):
-            for h, query in enumerate(heads(attention.query, t)):
-                q = turned(query, t, attention.query_norm)
-                keys = torch.stack(
-                    [
-                        turned(heads(attention.key, s)[h // 2], s, attention.key_norm)
-                        for s in range(t + 1)
-                    ]
-                )
-                values = torch.stack([heads(attention.value, s)[h // 2] for s in range(t + 1)])
+            for h in range(4):
+                q = turned(head_of(attention.query, t, h), t, attention.query_norm)
+                keys, values = keys_and_values(t, h)
                 out[t, h] = (keys @ q / 8**0.5).softmax(0) @ values
         y, _ = attention(x, rotary)
-    torch.testing.assert_close(
-        y[0], out.flatten(1) @ attention.output.weight.T, atol=1e-5, rtol=1e-5
-    )
+        expected = out.flatten(1) @ attention.output.weight.T
+    torch.testing.assert_close(y[0], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_parts_of_a_product_are_put_together_by_one_node():
@@ -131,8 +123,9 @@ def test_parts_of_a_product_are_put_together_by_one_node():
     x = torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
 
     def gradient(x, split):
-        parts = split(x, [5, 3, 2])
-        return torch.autograd.grad(sum((part * part.sin()).sum() for part in parts[:2]), x)[0]
+        first, second, _ = split(x, [5, 3, 2])
+        loss = (first * first.sin()).sum() + (second * second.sin()).sum()
+        return torch.autograd.grad(loss, x)[0]
 
     traced = make_fx(lambda x: gradient(x, Split.apply))(x)
     expected = gradient(x, lambda x, sizes: x.split(sizes, -1))
@@ -146,46 +139,28 @@ def test_parts_of_a_product_are_put_together_by_one_node():
 
 @pytest.mark.parametrize(("wide", "dtype"), [(False, torch.bfloat16), (True, torch.float32)])
 def test_under_autocast_the_stream_has_the_sublayers_dtype_unless_fp32_is_asked_for(wide, dtype):
-    model, seen = model_of("attnres-block:block=4", fp32_stream=wide), []
+    model, tokens, dtypes = model_of("attnres-block:block=4", fp32_stream=wide), tokens_of(), set()
     for sublayer in model.sublayers:
-        sublayer.body.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].dtype))
+        sublayer.body.register_forward_hook(lambda _, inputs, __: dtypes.add(inputs[0].dtype))
     with torch.autocast("cpu", torch.bfloat16):
-        state = model.run(model.begin(tokens_of()), 0, 8, model.rotary(0, tokens_of().shape[1]))
-        assert model(tokens_of()).dtype == torch.bfloat16
+        state = model.run(model.begin(tokens), 0, 8, model.rotary(0, tokens.shape[1]))
+        assert model(tokens).dtype == torch.bfloat16
     assert len(state) > 2
-    assert {source.dtype for source in state} == {dtype}
-    assert set(seen) == {dtype}
-    assert model.begin(tokens_of())[0].dtype == torch.float32
+    assert {source.dtype for source in state} == dtypes == {dtype}
+    assert model.begin(tokens)[0].dtype == torch.float32
 
 
 @pytest.mark.parametrize("pattern", ["attention", "attention:shortswa", "kda:mla"])
 def test_what_was_built_on_the_meta_device_needs_no_more_than_its_weights(pattern):
     """Loops with FSDP2 do this. Rotary tables and routers' counts are in no checkpoint."""
-    shape = {
-        "dim": 16,
-        "heads": 2,
-        "kv_heads": 2,
-        "mlp_dim": 32,
-        "layers": 2,
-        "context": 16,
-        "vocab_size": 32,
-    }
-    mixers = {
-        "kda_heads": 2,
-        "kda_head_dim": 8,
-        "mla_head_dim": 8,
-        "mla_value_dim": 8,
-        "mla_shared_dim": 4,
-        "mla_latent": 16,
-    }
-    config = ModelConfig(**shape, **mixers, experts=4, expert_dim=8, pattern=pattern, shortswa=2)
-    model, tokens = Decoder(config), tokens_of(2, 8) % 32
+    settings = KIMI | {"layers": 2, "pattern": pattern, "shortswa": 2}
+    model, tokens = model_of("standard", **settings), tokens_of(2, 8)
     with torch.device("meta"):
-        empty = Decoder(config)
+        empty = model_of("standard", **settings)
     empty.to_empty(device="cpu")
     empty.load_state_dict(model.state_dict())
-    for name, buffer in model.named_buffers():
-        torch.testing.assert_close(dict(empty.named_buffers())[name], buffer, rtol=0, atol=0)
+    buffers, expected = (dict(module.named_buffers()) for module in (empty, model))
+    torch.testing.assert_close(buffers, expected, rtol=0, atol=0)
     torch.testing.assert_close(empty(tokens), model(tokens), rtol=0, atol=0)
 
 
@@ -208,14 +183,11 @@ def test_named_sizes_stay_the_size_that_they_are():
         "ladder-43m": (42.486, 1024),
     }  # fmt: skip
 
-    def millions(size):
-        heads = 2 * (size["heads"] + size["kv_heads"]) * size["dim"] // size["heads"]
-        layer = size["dim"] * (heads + 3 * size["mlp_dim"] + 2)  # and two norms
-        return round((size["layers"] * layer + size["dim"]) / 1e6, 3)
-
-    assert {name: (millions(SIZES[name]), SIZES[name]["context"]) for name in expected} == expected
-    model = Decoder(ModelConfig.named("tiny", vocab_size=64))
-    assert round((model.parameter_count()["total"] - 2 * 64 * 128) / 1e6, 3) == expected["tiny"][0]
+    for name, (millions, context) in expected.items():
+        with torch.device("meta"):
+            model = Decoder(ModelConfig.named(name, vocab_size=1))
+        inner = model.parameter_count()["total"] - 2 * model.config.dim
+        assert (round(inner / 1e6, 3), model.config.context) == (millions, context), name
 
 
 def test_tied_head_is_one_tensor_before_and_after_saving(tmp_path):
@@ -244,9 +216,7 @@ def test_a_file_that_does_not_fit_is_named(tmp_path):
     weights = load_file(tmp_path / "model.safetensors")
     weights["norm.weight"] = torch.ones(5)
     save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(
-        ValueError, match=r"norm.weight is \(32,\) in the model and \(5,\) in the file"
-    ):
+    with pytest.raises(ValueError, match=r"is \(32,\) in the model and \(5,\) in the file"):
         Decoder.load(tmp_path)
     weights["extra"] = weights.pop("norm.weight")
     save_file(weights, tmp_path / "model.safetensors")
@@ -274,22 +244,19 @@ def test_a_token_never_sees_its_future():
 
 @torch.no_grad()
 def test_what_the_head_sees_of_the_last_token_alone():
-    for spec in (
-        *names(),
-        "attnres-block:block=3,schedule=two-phase,backend=reference",
-        "attnres-full:window=2,heads=2",
-    ):
-        model, reads = model_of(spec, scatter=True, layers=2), []
+    two_phases = "attnres-block:block=3,schedule=two-phase,backend=reference"
+    for spec in (*names(), two_phases, "attnres-full:window=2,heads=2"):
+        model, lengths = model_of(spec, scatter=True, layers=2), []
         whole = model.hidden(tokens_of())
-        torch.testing.assert_close(
-            model.hidden(tokens_of(), last=True), whole[:, -1:], atol=1e-5, rtol=1e-5, msg=spec
-        )
-        model.norm.register_forward_pre_hook(
-            lambda module, words, reads=reads: reads.append(words[0].shape[1])
-        )
-        model.hidden(tokens_of(), last=True)
+
+        def note(_, inputs, lengths=lengths):
+            lengths.append(inputs[0].shape[1])
+
+        model.norm.register_forward_pre_hook(note)
+        last = model.hidden(tokens_of(), last=True)
+        torch.testing.assert_close(last, whole[:, -1:], atol=1e-5, rtol=1e-5, msg=spec)
         if spec.startswith(("attnres", "standard")):
-            assert reads == [1], spec
+            assert lengths == [1], spec
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
-"""The decoder with the operators of joined projections, and without: one model. Here parts are joined as
-only a GPU does by itself, and the interpreter runs the kernels."""
+"""The decoder with the operators of joined projections, and without: one model.
+
+Here parts are joined as only a GPU does by itself, and the interpreter runs the kernels.
+"""
 
 import functools
 
@@ -41,8 +43,7 @@ SETTINGS = [
     ({"spec": "standard", "value_residual": True}, 2),  # whose values have a second reader
     ({"spec": "standard", "shortswa": 3}, 4),
     ({"spec": "standard", "qk_norm": True}, 0),  # a norm is between
-    # Three inputs, but for the first, have no product in common
-    ({"spec": "deepcrossattention"}, 1),
+    ({"spec": "deepcrossattention"}, 1),  # only the first has a product for all three inputs
 ]
 
 
@@ -57,10 +58,10 @@ def test_a_decoder_is_the_same_with_the_kernels_and_without(joined, settings, tu
     for backend, launched in (("reference", (0, 0, 0, 0)), ("triton", (2, 2, turns, turns))):
         joined(backend)
         before = ran()
-        results = gradients_of(model, tokens)
+        again, gradients_again = gradients_of(model, tokens)
         assert ran(before) == launched
-        torch.testing.assert_close(results[0], logits, atol=2e-5, rtol=1e-4)
-        torch.testing.assert_close(results[1], gradients, atol=2e-5, rtol=1e-3)
+        torch.testing.assert_close(again, logits, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(gradients_again, gradients, atol=2e-5, rtol=1e-3)
 
 
 @pytest.mark.skipif(GPU, reason="the interpreter is off where there is a GPU")
@@ -98,7 +99,7 @@ def test_on_a_cpu_and_in_fp64_the_reference_runs():
     "shape", [{"heads": 2, "kv_heads": 1, "mlp_dim": 344}, {"heads": 4, "kv_heads": 4, "dim": 384}]
 )
 def test_a_compiled_step_takes_the_kernels_and_errs_no_more(monkeypatch, shape):
-    """bf16 under autocast, layers compiled: every gradient beside fp32's, at most twice as far as without them."""
+    """In bf16 under autocast: every gradient is at most twice as far from fp32's as without them."""
     settings = {"vocab_size": 64, "dim": 128, "layers": 2, "mlp_dim": 512, "context": 64, **shape}
     tokens = torch.randint(
         0, 64, (4, 64), device="cuda", generator=torch.Generator("cuda").manual_seed(1)

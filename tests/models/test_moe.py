@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_cases import leaves_of, with_gradients
 from tinykimi import KIMI
 from tinymodels import model_of, tokens_of
 
@@ -12,17 +13,9 @@ from headwater.ops.experts import grouped_linear
 
 
 def moe_of(seed=0, **settings):
-    torch.manual_seed(seed)
-    shape = {
-        "vocab_size": 8,
-        "dim": 16,
-        "mlp_dim": 24,
-        "pattern": "kda",
-        "experts": 6,
-        "experts_per_token": 2,
-    }
-    config = ModelConfig(**{**shape, "heads": 2, "expert_scale": 1.7, "layers": 1, **settings})
-    return Decoder(config).sublayers[1].body.double()
+    shape = {"vocab_size": 8, "dim": 16, "mlp_dim": 24, "pattern": "kda", "heads": 2, "layers": 1}
+    experts = {"experts": 6, "experts_per_token": 2, "expert_scale": 1.7}
+    return model_of("standard", seed, **shape | experts | settings).sublayers[1].body.double()
 
 
 def by_token(moe: MoE, x):
@@ -32,11 +25,11 @@ def by_token(moe: MoE, x):
         scores = torch.sigmoid(router.weight @ token)
         ranked = (scores + router.bias).argsort(descending=True)
         chosen = ranked[: router.chosen].tolist()
+        weights = router.scale * scores / scores[chosen].sum()
         y = moe.shared(token) if moe.shared is not None else 0
         for e in chosen:
             hidden = F.silu(expert.gate[e] @ token) * (expert.up[e] @ token)
-            weight = router.scale * scores[e] / scores[chosen].sum()
-            y = y + weight * (expert.output[e] @ hidden)
+            y = y + weights[e] * (expert.output[e] @ hidden)
         outputs.append(y)
     return torch.stack(outputs).view_as(x)
 
@@ -48,11 +41,10 @@ def test_it_is_the_formula(settings):
     moe = moe_of(**settings)
     moe.router.bias.copy_(torch.linspace(-0.2, 0.2, 6))
     x = torch.randn(2, 7, 16, dtype=torch.float64)
-    outputs, expected = moe(x), by_token(moe, x)
-    torch.testing.assert_close(outputs, expected)
-    along, parameters = torch.randn_like(outputs), list(moe.parameters())
-    gradients = torch.autograd.grad(outputs, parameters, along)
-    torch.testing.assert_close(gradients, torch.autograd.grad(expected, parameters, along))
+    seeds, parameters = [torch.randn_like(x)], [*moe.parameters()]
+    outputs = (moe(x), by_token(moe, x))
+    results = [with_gradients([y], parameters, seeds) for y in outputs]
+    torch.testing.assert_close(*results)
 
 
 def test_the_bias_chooses_and_does_not_weigh():
@@ -85,14 +77,16 @@ def test_no_token_is_dropped_where_all_want_one_expert():
 
 def grouped_results(backend, ends, rest=False):
     torch.manual_seed(0)
-    x = torch.randn(40, 8, requires_grad=True)
-    weight = torch.randn(4, 12, 8, requires_grad=True)
+    leaves = leaves_of([torch.randn(40, 8), torch.randn(4, 12, 8)])
     bounds = torch.tensor(ends, dtype=torch.int32)
-    y = grouped_linear(x, weight, bounds, rest=rest, backend=backend)
-    return y, *torch.autograd.grad(y, (x, weight), torch.randn(40, 12))
+    y = grouped_linear(*leaves, bounds, rest=rest, backend=backend)
+    return with_gradients([y], leaves, [torch.randn(40, 12)])
 
 
-@pytest.mark.parametrize("ends", [[10, 20, 30, 40], [0, 40, 40, 40], [0, 0, 0, 40], [3, 3, 39, 40]])
+ENDS = [[10, 20, 30, 40], [0, 40, 40, 40], [0, 0, 0, 40], [3, 3, 39, 40]]
+
+
+@pytest.mark.parametrize("ends", ENDS)
 def test_grouped_products_are_the_plain_ones(ends):
     """torch's grouped product runs on a CPU too, where it is slow."""
     expected = grouped_results("loop", ends)
@@ -106,9 +100,8 @@ def test_rows_of_nobody_give_zeros(backend):
     y, d_x, d_weight = grouped_results(backend, [5, 5, 20, 25], rest=True)
     assert not y[25:].any()
     assert not d_x[25:].any()
-    whole_y, whole_d_x, _ = grouped_results("loop", [5, 5, 20, 40])
-    torch.testing.assert_close(y[:25], whole_y[:25], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(d_x[:25], whole_d_x[:25], atol=1e-5, rtol=1e-5)
+    expected = [whole[:25] for whole in grouped_results("loop", [5, 5, 20, 40])[:2]]
+    torch.testing.assert_close([y[:25], d_x[:25]], expected, atol=1e-5, rtol=1e-5)
     assert d_weight.isfinite().all()
 
 
@@ -121,24 +114,25 @@ def test_rows_of_nobody_give_zeros(backend):
     ],
 )
 def test_grouped_products_name_what_does_not_fit(change, message):
-    arguments = {
-        "x": torch.zeros(40, 8),
-        "weight": torch.zeros(4, 6, 8),
-        "ends": torch.zeros(4, dtype=torch.int32),
-    }
+    arguments = {"x": torch.zeros(40, 8), "weight": torch.zeros(4, 6, 8)}
+    arguments["ends"] = torch.zeros(4, dtype=torch.int32)
     with pytest.raises(ValueError, match=message):
-        grouped_linear(**{**arguments, **change})
+        grouped_linear(**arguments | change)
 
 
 def test_load_is_counted_in_training_alone():
     model, tokens = model_of("standard", **KIMI), tokens_of()
     assert list(routers(model)) == [f"sublayers.{i}.body.router" for i in (3, 5, 7)]
+
+    def loads():
+        return [int(router.load.sum()) for router in routers(model).values()]
+
     with torch.no_grad():
         model(tokens)
     model.eval()(tokens)
-    assert not any(router.load.any() for router in routers(model).values())
+    assert loads() == [0] * 3
     model.train()(tokens)
-    assert all(router.load.sum() == 2 * tokens.numel() for router in routers(model).values())
+    assert loads() == [2 * tokens.numel()] * 3
     assert count(torch.tensor([[0, 2], [2, 3]]), 5).tolist() == [1, 0, 2, 1, 0]
 
 
