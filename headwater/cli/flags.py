@@ -104,7 +104,7 @@ class GenerateFlags(PluginFlags):
     folder: Path = field(metadata=POSITIONAL)
     """A run, one of its checkpoints, `demo`, which comes with headwater, or a transformers folder,
     such as one that headwater convert wrote."""
-    prompt: tuple[str, ...] = ("def ",)
+    prompt: tuple[str, ...] = ("def push(self, item):",)
     """Texts to continue, one or several, of any lengths."""
     max_new_tokens: int = 100
     """Number of tokens to add to each text, at least 0."""

@@ -236,6 +236,20 @@ def test_two_models_side_by_side(visit, inspection, tmp_path):
         inspection.to_html(look(tokens=tokens_of(1, LENGTH, seed=5)))
 
 
+def test_the_page_opens_where_the_last_read_misses_a_source_most(visit, inspection, written):
+    effects = inspection.removed_at.loss[-len(inspection.source_size) :]
+    after = range((len(inspection.tokens) - 1) // 4 + 1, len(inspection.tokens) - 1)
+    places = [token for token in after if inspection.tokens[token + 1].strip()]
+    source, at = divmod(int(effects[:, places].argmax()), len(places))
+    page = visit(written)
+    chosen = page.locator('#tokens [aria-checked="true"]')
+    assert chosen.get_attribute("data-token") == str(places[at])
+    changes = page.locator("#summary strong").all_inner_texts()
+    assert [number(f"by {change}", "by") for change in changes] == [near(effects.max())]
+    assert page.locator(".sources .chosen").count() == 1
+    assert page.locator(".sources tbody tr").nth(source).get_attribute("class") == "chosen"
+
+
 def test_the_address_keeps_what_is_chosen_and_keys_reach_everything(visit, written):
     chosen = '#tokens [aria-checked="true"]'
     page = visit(address(written, token=6, read=3, source=2, show="weight", away="all"))
