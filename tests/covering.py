@@ -27,6 +27,7 @@ NUMBERS = {
         "start": [0.25],
         "eps": [0.03],
     },
+    "attnres-routed": {"block": [3, 4], "eps": [0.1]},
     "ddl": {"width": [2, 3], "beta": [0.5]},
     "deepcrossattention": {"last": [1, 2]},
     "deepnorm": {"eps": [0.1]},
@@ -37,7 +38,9 @@ NUMBERS = {
     "hyper-connections": {"streams": [1, 3]},
     "laurel": {"rank": [3], "states": [2, 4]},
     "layerscale": {"start": [0.25]},
-    "mhc": {"streams": [2, 3], "iterations": [2]},
+    "gated-hc": {"streams": [2, 3], "rank": [5], "eps": [0.1]},
+    "identity-hc": {"streams": [2, 3], "magnitude": [1.5], "eps": [0.1], "norm_eps": [0.03]},
+    "mhc": {"streams": [2, 3], "iterations": [2], "eps": [0.1], "norm_eps": [0.03]},
     "mhc-lite": {"streams": [2, 3]},
     "rezero": {"start": [0.5]},
 }

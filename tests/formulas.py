@@ -107,10 +107,13 @@ def depth_window(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
     return x
 
 
-# Of a depth read in a residual that leaves no choice.
-PLAIN_READ = {
+# Of streams, and of a depth read, in a residual that leaves no choice.
+WITHOUT_CHOICE = {
+    "final": "sum",
+    "norm_eps": 1e-20,
     "query": "static",
     "weights": "softmax",
+    "values": "raw",
     "key_norm": True,
     "heads": 1,
     "key_dim": None,
@@ -123,10 +126,11 @@ PLAIN_READ = {
 
 def depth_read(read: Any, o: Any, sources: list[Tensor]) -> Tensor:
     """One read of Attention Residuals: for each head its channels of query, keys and values."""
-    values = torch.stack(sources)
+    raw = torch.stack(sources)
+    values = unit(raw, o.eps) if o.values == "normed" else raw
     if o.weights == "static":
         return per_head(values, read.scalars.view(len(sources), *[1] * (values.dim() - 2), o.heads))
-    keys = values[..., -(o.key_dim or values.shape[-1]) :]
+    keys = raw[..., -(o.key_dim or raw.shape[-1]) :]
     if o.key_norm:
         keys = unit(keys, o.eps) * (read.key_weight if o.key_weight else 1)
     width = keys.shape[-1]
@@ -154,6 +158,29 @@ def attention(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
         if i < residual.sublayers:
             outputs.append(run(i, h))
     return h
+
+
+def routed_attention(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
+    block, kinds = o.block or max(2, ceil(residual.sublayers / 8)), o.kinds or ("attention", "mlp")
+    outputs: list[Tensor] = []
+    for i in range(residual.sublayers):
+        blocks = [torch.stack(outputs[j : j + block]).sum(0) for j in range(0, i, block)]
+        values = unit(torch.stack([x, *blocks]), o.eps)
+        h: Read = x
+        if i > 0 and kinds[i % len(kinds)] == "attention":
+            h = tuple(attended(read.query, values) for read in residual.reads[str(i)])
+        elif i > 0:
+            h = attended(residual.reads[str(i)].query, values)
+        outputs.append(run(i, h))
+    blocks = [torch.stack(outputs[j : j + block]).sum(0) for j in range(0, len(outputs), block)]
+    last = residual.reads[str(residual.sublayers)].query
+    return attended(last, unit(torch.stack([x, *blocks]), o.eps))
+
+
+def attended(query: Tensor, values: Tensor) -> Tensor:
+    """Attention of one query over values (N, ..., D), which are the keys too."""
+    scores = values @ query / query.shape[-1] ** 0.5
+    return (scores.softmax(0).unsqueeze(-1) * values).sum(0)
 
 
 def delta_attention(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
@@ -273,7 +300,11 @@ def streams(
         pre, post, res = coefficients(h, i)
         y = run(i, torch.einsum("...n,...nd->...d", pre, h))
         h = torch.einsum("...ij,...jd->...id", res, h) + torch.einsum("...n,...d->...nd", post, y)
-    return h.sum(-2)
+    # A learned final read has a mapping of its own.
+    if str(residual.sublayers) in getattr(residual, "mappings", ()):
+        (last,) = mapped(residual, o, h, residual.sublayers)
+        return torch.einsum("...n,...nd->...d", last.sigmoid() + o.eps, h)
+    return h.mean(-2) if o.final == "mean" else h.sum(-2)
 
 
 def connection(c: Any, form: str, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -310,31 +341,63 @@ def hyper_attention(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
     return mixed + depth(residual.sublayers)
 
 
-def constrained(residual: Any, n: int, h: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
+def mapped(residual: Any, o: Any, h: Tensor, i: int) -> list[Tensor]:
+    """The logits of pre, post and res of sublayer i, as far as it has them."""
     mapping = residual.mappings[str(i)]
-    raw = F.linear(unit(h.flatten(-2), eps=1e-20), mapping.weight)
-    counts = torch.tensor([n, n, raw.shape[-1] - 2 * n], device=h.device)
-    scales = mapping.scale.repeat_interleave(counts, output_size=raw.shape[-1])
-    pre, post, res = (scales * raw + mapping.bias).split([n, n, raw.shape[-1] - 2 * n], -1)
-    return pre.sigmoid(), 2 * post.sigmoid(), res
+    raw = F.linear(unit(h.flatten(-2), eps=o.norm_eps), mapping.weight)
+    n, parts = o.streams, len(mapping.scale)
+    sizes = [n, n, raw.shape[-1] - 2 * n][:parts]
+    pieces = zip(mapping.scale, raw.split(sizes, -1), mapping.bias.split(sizes), strict=True)
+    return [scale * piece + bias for scale, piece, bias in pieces]
 
 
 def mhc(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
     def coefficients(h: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        pre, post, logits = constrained(residual, o.streams, h, i)
+        pre, post, logits = mapped(residual, o, h, i)
         matrix = logits.unflatten(-1, (o.streams, o.streams)).exp()
-        for _ in range(o.iterations):
-            matrix = matrix / matrix.sum(-2, keepdim=True)
-            matrix = matrix / matrix.sum(-1, keepdim=True)
-        return pre, post, matrix
+        matrix = matrix / matrix.sum(-2, keepdim=True) + o.eps
+        matrix = matrix / (matrix.sum(-1, keepdim=True) + o.eps)
+        for _ in range(o.iterations - 1):
+            matrix = matrix / (matrix.sum(-2, keepdim=True) + o.eps)
+            matrix = matrix / (matrix.sum(-1, keepdim=True) + o.eps)
+        return pre.sigmoid() + o.eps, 2 * post.sigmoid(), matrix
 
     return streams(residual, o, x, run, coefficients)
 
 
+def identity_hyper(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
+    def coefficients(h: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        pre, post = mapped(residual, o, h, i)
+        one = torch.eye(o.streams, dtype=x.dtype).expand(*post.shape, o.streams)
+        return pre.sigmoid() + o.eps, o.magnitude * post.sigmoid() + o.eps, one
+
+    return streams(residual, o, x, run, coefficients)
+
+
+def gated_hyper(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
+    def read(i: int) -> tuple[Tensor, Tensor]:
+        """The read, and the normed streams that it is made of."""
+        gates = residual.gates[str(i)]
+        normed = (unit(h, o.eps) * (1 + gates.norm)).flatten(-2)
+        hidden = F.silu(F.linear(normed, gates.down) / o.streams)
+        gated = F.linear(hidden, gates.up).sigmoid() * normed
+        return gated.unflatten(-1, h.shape[-2:]).mean(-2), normed
+
+    h = torch.stack([x] * o.streams, dim=-2)  # (..., n, D)
+    for i in range(residual.sublayers):
+        u, normed = read(i)
+        inject = F.linear(normed, residual.gates[str(i)].inject)
+        post = 2 * (inject / o.streams).sigmoid()
+        h = h + post.unsqueeze(-1) * run(i, u).unsqueeze(-2)
+    return read(residual.sublayers)[0]
+
+
 def mhc_lite(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
     def coefficients(h: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        pre, post, logits = constrained(residual, o.streams, h, i)
-        return pre, post, torch.einsum("...r,rij->...ij", logits.softmax(-1), matrices)
+        pre, post, logits = mapped(residual, o, h, i)
+        weights = logits.softmax(-1)
+        mixed = torch.einsum("...r,rij->...ij", weights, matrices)
+        return pre.sigmoid(), 2 * post.sigmoid(), mixed
 
     one = torch.eye(o.streams, dtype=x.dtype, device=x.device)
     matrices = torch.stack([one[list(order)] for order in permutations(range(o.streams))])
@@ -387,6 +450,7 @@ FORMULAS: Mapping[str, Formula] = {
     "depth-window": depth_window,
     "attnres-block": attention,
     "attnres-full": attention,
+    "attnres-routed": routed_attention,
     "delta-attnres": delta_attention,
     "denseformer": denseformer,
     "elc-bert": every_layer_counts,
@@ -395,6 +459,8 @@ FORMULAS: Mapping[str, Formula] = {
     "muddformer": muddformer,
     "hyper-connections": hyper_connections,
     "hyper-attnres": hyper_attention,
+    "identity-hc": identity_hyper,
+    "gated-hc": gated_hyper,
     "mhc": mhc,
     "mhc-lite": mhc_lite,
     "ddl": deep_delta,
@@ -415,5 +481,5 @@ def asked_of(residual: Residual, kinds: Sequence[str] | None) -> SimpleNamespace
     keywords = inspect.signature(names_by_id.build).parameters.values()
     defaults = {p.name: p.default for p in keywords if p.kind is p.KEYWORD_ONLY}
     return SimpleNamespace(
-        **{**PLAIN_READ, **defaults, **names_by_id.fixed, **arguments, "kinds": kinds}
+        **{**WITHOUT_CHOICE, **defaults, **names_by_id.fixed, **arguments, "kinds": kinds}
     )

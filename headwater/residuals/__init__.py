@@ -8,9 +8,11 @@ from .delta import DeepDeltaResidual
 from .delta_attention import DeltaAttentionResidual
 from .denseformer import DenseFormerResidual
 from .elc import EveryLayerCountsResidual, VerticalAttentionResidual
+from .gated_hyper import GatedHyperResidual
 from .highway import HighwayResidual
 from .hyper import HyperConnectionsResidual
 from .hyper_attention import HyperAttentionResidual
+from .identity_hyper import IdentityHyperResidual
 from .laurel import LaurelResidual
 from .mhc import MHCLiteResidual, MHCResidual
 from .mudd import MUDDFormerResidual
@@ -28,6 +30,7 @@ from .registry import (
     register,
     with_options,
 )
+from .routed import RoutedAttentionResidual
 from .scaled import LayerScaleResidual, ReZeroResidual
 from .standard import StandardResidual, StreamResidual
 from .window import DepthWindowResidual
@@ -41,9 +44,11 @@ __all__ = [
     "DenseFormerResidual",
     "DepthWindowResidual",
     "EveryLayerCountsResidual",
+    "GatedHyperResidual",
     "HighwayResidual",
     "HyperAttentionResidual",
     "HyperConnectionsResidual",
+    "IdentityHyperResidual",
     "LaurelResidual",
     "LayerScaleResidual",
     "Layout",
@@ -54,6 +59,7 @@ __all__ = [
     "ReZeroResidual",
     "Read",
     "Residual",
+    "RoutedAttentionResidual",
     "StandardResidual",
     "State",
     "StreamResidual",

@@ -10,10 +10,22 @@ from torch import Tensor, nn
 
 from headwater.ops import Backend, depth_attention, mix_sources
 from headwater.ops.depth.reference import depth_weights, fold, stack_wide
-from headwater.ops.numerics import accumulation_dtype, project_normed, wide
+from headwater.ops.numerics import accumulation_dtype, project_normed, rms_scale, wide
 from headwater.ops.routing import use_triton
 
-from .base import Layout, Next, Norm, Placed, Residual, State, apply_norm, hold, weights_held
+from .base import (
+    Layout,
+    Next,
+    Norm,
+    Placed,
+    Read,
+    Residual,
+    State,
+    apply_norm,
+    even_weights,
+    hold,
+    weights_held,
+)
 from .numerics import combine
 from .one_token import BlockSources
 from .options import check_range
@@ -86,7 +98,7 @@ FULL = (
     "h_i = sum_n softmax_n(<q_i, RMSNorm(v_n)>) v_n over the embedding v_0 and every output "
     "v_1, ..., v_i before it."
 )
-USUAL = "static queries, softmax weights, normed whole keys and one head"
+USUAL = "static queries, softmax weights, normed whole keys, raw values and one head"
 
 
 @register("attnres-block")
@@ -106,6 +118,8 @@ class AttentionResidual(Residual):
     `query`: static is a parameter, projected is made from the normed newest source by a D x D
         matrix per read that starts at zero.
     `weights`: softmax over the sources, a sigmoid for each, or static scalars that start at 1/N.
+    `values`: sources are raw, or normed as keys are, without a weight; the mean of normed sources
+        at the start is not the plain residual.
     `heads`: this many groups of channels have weights of their own.
     `key_norm`: keys are RMS-normed.
     `key_weight`: the norm of the keys has a weight.
@@ -116,7 +130,7 @@ class AttentionResidual(Residual):
     `start`: queries are drawn with this standard deviation, by default zero, and one with
         scale=gain.
     `backend`: as in `headwater.depth_attention`, whose kernels are for static queries, softmax
-        weights, normed whole keys and one head.
+        weights, normed whole keys, raw values and one head.
     `schedule`: one-pass makes read after read, two-phase all reads of a block together, and auto
         takes two phases where kernels run, and where a CPU trains a model in fp32 that is not tiny.
     Attention Residuals, arXiv 2603.15031.
@@ -133,6 +147,7 @@ class AttentionResidual(Residual):
         block: int | None = None,
         query: Query = "static",
         weights: Weights = "softmax",
+        values: Literal["raw", "normed"] = "raw",
         key_norm: bool = True,
         heads: int = 1,
         window: int | None = None,
@@ -163,6 +178,7 @@ class AttentionResidual(Residual):
             raise ValueError("scale=gain needs query=static and a start above zero")
         self.block = block
         self.window = window
+        self.values = values
         self.heads = heads
         self.key_dim = key_dim
         self.query_kind = query
@@ -171,10 +187,10 @@ class AttentionResidual(Residual):
         self.schedule: Schedule = schedule
         self.reads_at_once = block
         self.mixes = "scalar" if heads == 1 else "channel"
-        # Outputs older than a window are gone; random queries weigh sources unevenly, unless a gain
-        # of zero hides them.
+        # Outputs older than a window are gone; normed sources have lost their sizes; random queries
+        # weigh sources unevenly, unless a gain of zero hides them.
         forgets = window is not None and window < ceil(sublayers / block)
-        if forgets or (start and scale != "gain"):
+        if forgets or values == "normed" or (start and scale != "gain"):
             self.at_start = "different"
         self.weighing: dict[str, Any] = {
             "eps": eps,
@@ -186,7 +202,7 @@ class AttentionResidual(Residual):
         # Which way reads are made follows from the options, here and nowhere else.
         self.reader = READERS[query, weights]
         whole_keys = key_norm and key_dim == dim
-        if heads > 1 or (self.reader is attend and not whole_keys):
+        if heads > 1 or values == "normed" or (self.reader is attend and not whole_keys):
             self.reader = mix_by_weights
         usual = self.reader is attend
         self.phased = usual and window is None
@@ -253,7 +269,7 @@ class AttentionResidual(Residual):
             return (x,)
         return cast(TwoPhase, self.two_phase).begin(x, self._folded(x.device))
 
-    def _read(self, state: State, i: int, norm: Norm | None) -> tuple[Tensor, State]:
+    def _read(self, state: State, i: int, norm: Norm | None) -> tuple[Read, State]:
         two_phase = self._schedule_of(state, "read", i)
         if two_phase is not None and not self._has_lost_gradients(two_phase, state, i):
             return two_phase.read(state, i, norm)
@@ -262,7 +278,7 @@ class AttentionResidual(Residual):
         if i == 0:
             return apply_norm(norm, sources[0]), sources
         reader = mix_by_weights if weights_held() else self.reader
-        return apply_norm(norm, reader(self, sources, i)), sources
+        return apply_norm(norm, reader(self, sources, self._parameters_of(i))), sources
 
     def _has_lost_gradients(self, two_phase: TwoPhase, state: State, i: int) -> bool:
         """Say whether read `i` has a query to teach, and a state that would teach it nothing."""
@@ -293,10 +309,14 @@ class AttentionResidual(Residual):
         return (*state, y)
 
     def _end(self, state: State, norm: Norm | None) -> Tensor:
-        return self._read(state, self.sublayers, norm)[0]
+        return cast(Tensor, self._read(state, self.sublayers, norm)[0])
 
     def _weights(self, state: State, i: int) -> Tensor:
-        return self._weights_of(self.settle(state, i), i)[1]
+        sources = self.settle(state, i)
+        # A single source has all the weight.
+        if len(sources) == 1:
+            return even_weights(sources[0]).expand(-1, *sources[0].shape[:-1], self.heads)
+        return self._weights_of(sources, self._parameters_of(i))[1]
 
     def folds_norm(self, state: State, i: int) -> bool:
         two_phase = self._schedule_of(state, "read", i)
@@ -403,14 +423,9 @@ class AttentionResidual(Residual):
     def _parameters_of(self, i: int) -> DepthRead:
         return cast(DepthRead, self.reads[self.keys[i]])
 
-    def _weights_of(self, sources: State, i: int) -> tuple[Tensor, Tensor]:
+    def _weights_of(self, sources: State, read: DepthRead) -> tuple[Tensor, Tensor]:
         """Return the sources as one tensor (N, ..., D), in fp32 or wider, and their weights
         (N, ..., H)."""
-        # A single source has all the weight.
-        if len(sources) == 1:
-            stack = stack_wide(sources)
-            return stack, stack.new_ones(1, *stack.shape[1:-1], self.heads)
-        read = self._parameters_of(i)
         # Scalars are the same for every token.
         if read.scalars is not None:
             stack = stack_wide(sources)
@@ -428,27 +443,29 @@ class AttentionResidual(Residual):
         return stack, depth_weights(stack, query, key_weight, **self.weighing)
 
 
-def attend(residual: AttentionResidual, sources: State, i: int) -> Tensor:
+def attend(residual: AttentionResidual, sources: State, read: DepthRead) -> Tensor:
     """Read by attention with one static query: kernels where they run."""
-    read = residual._parameters_of(i)
     options: dict[str, Any] = {"eps": residual.eps, "backend": residual.backend}
     return depth_attention(sources, read.scaled_query(), read.key_weight, **options)
 
 
-def mix_by_weights(residual: AttentionResidual, sources: State, i: int) -> Tensor:
+def mix_by_weights(residual: AttentionResidual, sources: State, read: DepthRead) -> Tensor:
     """Read with any options: weights of all sources, then their sum."""
-    stack, weights = residual._weights_of(sources, i)
+    stack, weights = residual._weights_of(sources, read)
+    # The norm of a value is one scalar, so it multiplies the weight.
+    if residual.values == "normed":
+        weights = weights * rms_scale(stack, residual.eps)
     return mix_sources(stack, hold(weights)).to(sources[0].dtype)
 
 
-def sum_by_scalars(residual: AttentionResidual, sources: State, i: int) -> Tensor:
+def sum_by_scalars(residual: AttentionResidual, sources: State, read: DepthRead) -> Tensor:
     """Read by one learned number per source: a running sum, and no copy of the sources."""
-    scalars = cast(Tensor, residual._parameters_of(i).scalars)
+    scalars = cast(Tensor, read.scalars)
     return combine(sources, wide(scalars)[:, 0].split(1))
 
 
-Reader = Callable[[AttentionResidual, State, int], Tensor]
-# The cheapest reader of each query and weights, for one head and normed whole keys.
+Reader = Callable[[AttentionResidual, State, DepthRead], Tensor]
+# The cheapest reader of each query and weights, for one head, normed whole keys and raw values.
 READERS: dict[tuple[Query, Weights], Reader] = {
     ("static", "softmax"): attend,
     ("static", "sigmoid"): mix_by_weights,

@@ -2,6 +2,7 @@
 by construction."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from itertools import permutations
 from math import factorial
 from typing import Any, Literal, Self, cast
@@ -10,47 +11,56 @@ import torch
 from torch import Tensor, nn
 
 from headwater.ops.routing import Backend
-from headwater.ops.streams import gate_streams
+from headwater.ops.streams import gate_streams, read_streams
 from headwater.ops.streams.reference import gate_logits
 
+from .base import Norm, State, apply_norm, hold
 from .numerics import project
 from .options import check_range
 from .registry import register
 from .streams import StreamsResidual
 
 Start = Literal["identity", "uniform", "biased"]
+Final = Literal["sum", "mean", "learned"]
 # The logit of what starts almost absent: exp(-8) = 3e-4.
 FAR = -8.0
 
 
 class Mapping(nn.Module):
-    """logits = scale * (weight RMSNorm(vec X)) + bias, for pre (n), post (n) and res, in this order.
+    """logits = scale * (weight RMSNorm(vec X)) + bias, for parts such as pre, post and res.
 
-    `preferred`: the stream that pre prefers at the start.
+    `start`, `biases` and `scale` are where it begins: each part has a bias, and a scale of its own.
     """
 
     def __init__(
-        self, dim: int, streams: int, res_bias: Tensor, preferred: int, start: Start
+        self, width: int, start: str, biases: Sequence[Tensor], scale: float = 0.01
     ) -> None:
         super().__init__()
-        self.sizes = (streams, streams, len(res_bias))
-        outputs = sum(self.sizes)
-        self.weight = nn.Parameter(torch.zeros(outputs, streams * dim))
-        self.bias = nn.Parameter(torch.zeros(outputs))
-        self.scale = nn.Parameter(torch.full((3,), 0.01))
+        self.sizes = tuple(map(len, biases))
+        self.weight = nn.Parameter(torch.zeros(sum(self.sizes), width))
+        self.bias = nn.Parameter(torch.cat(tuple(biases)))
+        self.scale = nn.Parameter(torch.full((len(biases),), scale))
         if start == "uniform":
             nn.init.xavier_uniform_(self.weight)
-            return
-        # +1 for the preferred stream, -1 for the others.
-        pre = 2 * torch.eye(streams)[preferred] - 1
-        post = {"biased": pre, "identity": torch.zeros(streams)}[start]
-        self.bias.data.copy_(torch.cat((pre, post, res_bias)))
+        if start == "normal":
+            nn.init.normal_(self.weight, std=0.02)
+
+    def logits(self, z: Tensor) -> list[Tensor]:
+        """Return the logits of each part, for products `z` with the weight."""
+        return gate_logits(z, self.bias, self.scale, self.sizes)
+
+
+def preference(streams: int, i: int) -> Tensor:
+    """Return logits with which sublayer i prefers a stream, in turn: +1, the others -1."""
+    return 2 * torch.eye(streams)[i % streams] - 1
 
 
 class ConstrainedResidual(StreamsResidual):
     """n streams whose res is doubly stochastic; a subclass says how (`constrain`).
 
-    `res_bias`: the logits that res starts from.
+    A subclass fills `mappings`. `final`: the head sees the sum or the mean of the streams, or a
+    learned read, whose weights are made as pre is. `eps` is added to those weights, `norm_eps` is
+    that of the norm of vec X.
     """
 
     def __init__(
@@ -59,23 +69,62 @@ class ConstrainedResidual(StreamsResidual):
         sublayers: int,
         *,
         streams: int,
-        res_bias: Tensor,
-        start: Start,
+        start: str,
         backend: Backend,
+        final: Final = "sum",
+        eps: float = 0.0,
+        norm_eps: float = 1e-20,
     ) -> None:
         super().__init__(dim, sublayers, streams=streams, backend=backend)
         self.at_start = "scaled" if start == "identity" else "different"
+        self.final = final
+        self.eps = eps
+        self.norm_eps = norm_eps
         self.mappings = nn.ModuleDict()
-        for i in range(sublayers):
-            # A sublayer begins with a stream of its own, in turn.
-            self.mappings[str(i)] = Mapping(dim, streams, res_bias, i % streams, start)
+
+    def fill(self, start: str, res: Tensor) -> None:
+        """Fill `mappings`; `res` are the logits that res starts from, unless all is at random."""
+        width, zeros = self.streams * self.dim, torch.zeros(self.streams)
+        scale = 1.0 if start == "normal" else 0.01
+        for i in range(self.sublayers):
+            pre = preference(self.streams, i)
+            biases = [pre, pre if start == "biased" else zeros, res]
+            if start in ("uniform", "normal"):
+                biases = [zeros, zeros, torch.zeros_like(res)]
+            self.mappings[str(i)] = Mapping(width, start, biases, scale)
+        if self.final == "learned":
+            self.mappings[str(self.sublayers)] = Mapping(width, start, [zeros], scale)
 
     def projection(self, i: int) -> tuple[Tensor, float]:
-        return cast(Mapping, self.mappings[self.keys[i]]).weight, 1e-20
+        return self._mapping(i).weight, self.norm_eps
+
+    def _mapping(self, i: int) -> Mapping:
+        return cast(Mapping, self.mappings[self.keys[i]])
 
     def gates(self, z: Tensor | None, x: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        mapping = cast(Mapping, self.mappings[self.keys[i]])
-        return self.constrain(cast(Tensor, z), mapping)
+        return self.constrain(cast(Tensor, z), self._mapping(i))
+
+    def final_weights(self, z: Tensor | None) -> Tensor:
+        """Return the weights (..., n) of the learned final read."""
+        (logits,) = self._mapping(self.sublayers).logits(cast(Tensor, z))
+        return logits.sigmoid() + self.eps
+
+    def _end(self, state: State, norm: Norm | None) -> Tensor:
+        if self.final == "learned":
+            z, x, factors = self._project(state[0], self.sublayers)
+            pre = hold(self.final_weights(z))
+            total = read_streams(x, pre, factors, backend=self._now())
+        else:
+            total = super()._end(state, None)
+        return apply_norm(norm, total / self.streams if self.final == "mean" else total)
+
+    def _weights(self, state: State, i: int) -> Tensor:
+        if i < self.sublayers or self.final != "learned":
+            weights = super()._weights(state, i)
+            is_mean = i == self.sublayers and self.final == "mean"
+            return weights / self.streams if is_mean else weights
+        pre = self.final_weights(self._project(state[0], i)[0])
+        return pre.movedim(-1, 0).unsqueeze(-1)
 
     @abstractmethod
     def constrain(self, z: Tensor, mapping: Mapping) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,11 +143,17 @@ class MHCResidual(ConstrainedResidual):
     `iterations`: the number of Sinkhorn steps, each over columns and then over rows, in fp32.
     `start`: identity has W = 0, a pre that is biased to stream i mod n (+1, the others -1), a post
         of one and a res near the identity, uniform has a random W and biases of zero (Megatron-LM),
-        and biased has a post that is biased as pre is (the mhc-lite repository).
+        biased has a post that is biased as pre is (the mhc-lite repository), and normal has W from
+        N(0, 0.02), biases of zero and scales of one (transformers' DeepSeek-V4).
+    `final`: the head sees the sum of the streams, their mean (GLM-5.3), or a learned read with
+        weights sigmoid(a) + eps (DeepSeek-V4).
+    `eps`: is added to pre, to the matrix after the first step over columns, and to every other sum
+        that it is divided by; above zero the gates run in PyTorch, everything else in kernels.
+    `norm_eps`: eps of the norm of vec X.
     `backend`: reads and writes run as in `headwater.depth_attention`.
-    At initialisation: with start=identity streams stay equal, so it is the plain residual up to a
-    scale, and the bias of pre is what lets them part; uniform is near that but not equal, and
-    biased is different. The paper gives scales of 0.01 and nothing else of the start.
+    At initialisation: with start=identity and eps=0 streams stay equal, so it is the plain residual
+    up to a scale, and the bias of pre is what lets them part; uniform is near that but not equal,
+    and biased and normal are different. The paper gives scales of 0.01 and nothing else of the start.
     Cost: (n^2 + 2 n)(n D + 1) + 3 parameters per sublayer; the state holds n D. mHC, arXiv
     2512.24880.
     """
@@ -110,7 +165,10 @@ class MHCResidual(ConstrainedResidual):
         *,
         streams: int = 4,
         iterations: int = 20,
-        start: Start = "identity",
+        start: Literal[Start, "normal"] = "identity",
+        final: Final = "sum",
+        eps: float = 0.0,
+        norm_eps: float = 1e-20,
         backend: Backend = "auto",
     ) -> None:
         # One stream has nothing to mix with.
@@ -118,12 +176,31 @@ class MHCResidual(ConstrainedResidual):
         check_range("iterations", iterations, 1)
         near_identity = FAR * (1 - torch.eye(streams)).flatten()
         options: Any = {"streams": streams, "start": start, "backend": backend}
-        super().__init__(dim, sublayers, res_bias=near_identity, **options)
+        options |= {"final": final, "eps": eps, "norm_eps": norm_eps}
+        super().__init__(dim, sublayers, **options)
+        self.fill(start, near_identity)
         self.iterations = iterations
+        # Rows sum to a little less than one then, and gates have no kernel: they gain from a
+        # compiled model.
+        if eps:
+            self.at_start = "different"
+            self.fused = False
 
     def constrain(self, z: Tensor, mapping: Mapping) -> tuple[Tensor, Tensor, Tensor]:
-        backend = self._now()
-        return gate_streams(z, mapping.bias, mapping.scale, self.iterations, backend=backend)
+        if not self.eps:
+            backend = self._now()
+            return gate_streams(z, mapping.bias, mapping.scale, self.iterations, backend=backend)
+        pre, post, res = mapping.logits(z)
+        matrix = res.unflatten(-1, (self.streams, self.streams))
+        return pre.sigmoid() + self.eps, 2 * post.sigmoid(), self._balanced(matrix)
+
+    def _balanced(self, logits: Tensor) -> Tensor:
+        """Return Sinkhorn's iteration with eps in every step, (..., n, n)."""
+        matrix = logits.softmax(-2) + self.eps
+        for step in range(1, 2 * self.iterations):
+            # Rows and columns in turn; the softmax was the first step over columns.
+            matrix = matrix / (matrix.sum(-1 if step % 2 else -2, keepdim=True) + self.eps)
+        return matrix
 
 
 def all_permutations(like: Tensor, n: int) -> Tensor:
@@ -166,7 +243,8 @@ class MHCLiteResidual(ConstrainedResidual):
         check_range("streams", streams, 2, 5)
         identity_first = FAR * (1 - torch.eye(factorial(streams))[0])
         options: Any = {"streams": streams, "start": start, "backend": backend}
-        super().__init__(dim, sublayers, res_bias=identity_first, **options)
+        super().__init__(dim, sublayers, **options)
+        self.fill(start, identity_first)
         columns = all_permutations(identity_first, streams)
         self.register_buffer("permutations", columns, persistent=False)
 
@@ -181,7 +259,7 @@ class MHCLiteResidual(ConstrainedResidual):
         return self
 
     def constrain(self, z: Tensor, mapping: Mapping) -> tuple[Tensor, Tensor, Tensor]:
-        pre, post, res = gate_logits(z, mapping.bias, mapping.scale, mapping.sizes)
+        pre, post, res = mapping.logits(z)
         # A convex mixture of permutations is doubly stochastic.
         mixture = project(res.softmax(-1), self.permutations)
         square = mixture.unflatten(-1, (self.streams, self.streams))

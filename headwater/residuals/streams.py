@@ -4,6 +4,7 @@ streams mix."""
 from abc import abstractmethod
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from headwater.ops.numerics import full_precision
@@ -22,6 +23,13 @@ from .base import (
     hold,
     weights_held,
 )
+
+
+def unmixed(post: Tensor) -> Tensor:
+    """Return the res of streams that do not mix, the identity (..., n, n), for their `post`
+    (..., n)."""
+    n = post.shape[-1]
+    return torch.eye(n, dtype=post.dtype, device=post.device).expand(*post.shape, n)
 
 
 class StreamsResidual(Residual):

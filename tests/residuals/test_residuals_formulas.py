@@ -97,7 +97,8 @@ def test_reads_are_the_formula_s_where_layers_begin_with_short_attention(spec):
     assert differences(*scattered(spec, len(kinds), kinds), kinds).max() < 1e-12
 
 
-@pytest.mark.parametrize("name", BY_LAYER)
+# attnres-routed counts sublayers: each attention has three reads, a short one has one.
+@pytest.mark.parametrize("name", sorted({*BY_LAYER} - {"attnres-routed"}))
 def test_short_attention_behind_the_attention_is_a_sublayer_like_any_other(name):
     """Only what stands before a layer's attention belongs to its input; and a layer may have no
     attention at all."""
