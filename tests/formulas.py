@@ -168,7 +168,7 @@ def routed_attention(residual: Any, o: Any, x: Tensor, run: Run) -> Tensor:
         values = unit(torch.stack([x, *blocks]), o.eps)
         h: Read = x
         if i > 0 and kinds[i % len(kinds)] == "attention":
-            h = tuple(attended(read.query, values) for read in residual.reads[str(i)])
+            h = tuple(attended(query, values) for query in residual.reads[str(i)].query)
         elif i > 0:
             h = attended(residual.reads[str(i)].query, values)
         outputs.append(run(i, h))

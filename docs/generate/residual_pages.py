@@ -30,6 +30,8 @@ PURPOSE = {
     "Take it first: it starts as the plain residual, and costs little memory and time.",
     "attnres-full": "Lets each sublayer weigh every earlier output. "
     "Take it where loss per token matters more than speed and memory.",
+    "attnres-routed": "Gives query, key and value of an attention reads of their own, over normed sources. "
+    "Take it for the residual of Inkling-2; it has no kernels.",
     "ddl": "Erases the stream along a learned direction, and writes there. "
     "Take it to study networks that forget; it needs training from scratch.",
     "deepcrossattention": "Gives query, key and value of an attention inputs of their own, each a weighted sum of "
@@ -53,6 +55,10 @@ PURPOSE = {
     "Take it for a small change of the skip itself.",
     "layerscale": "Multiplies each output by a learned gain per channel, which starts small. "
     "Take it for very deep networks that train unsteadily.",
+    "identity-hc": "Keeps several streams that never mix: only reads and writes are learned. "
+    "Take it for the residual of Hy-V4, or in place of mHC where its mixing seems to do nothing.",
+    "gated-hc": "Keeps several streams, of which a sublayer reads the gated mean, with a gate for each channel. "
+    "Take it for the residual of Qwen4Exp; it has many parameters.",
     "mhc": "Keeps several streams, mixed by matrices that neither grow nor shrink a signal. "
     "Take it where several streams should stay stable in deep models.",
     "mhc-lite": "Mixes several streams by weighted permutations, which are doubly stochastic exactly. "
@@ -84,7 +90,8 @@ def index(rows: list[Row]) -> str:
     lines = [
         "# Residuals\n",
         "Every residual that is registered. Each page has the formula, the options, the cost and a picture.",
-        "[How to choose](../../start/choose.md) helps to pick one. [How to add one](../../guides/new-residual.md).\n",
+        "[How to choose](../../start/choose.md) helps to pick one. [How to add one](../../guides/new-residual.md).",
+        "[Six released models](../released.md) have one of them.\n",
         "At the start, a residual is `exact`: the plain one, to the last digits; `scaled`: the plain one",
         "[up to a scale](../../guides/own-model.md#before-it-is-trained); or `different`.\n",
         "| residual | formula | at start | paper |",

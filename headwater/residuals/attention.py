@@ -13,19 +13,7 @@ from headwater.ops.depth.reference import depth_weights, fold, stack_wide
 from headwater.ops.numerics import accumulation_dtype, project_normed, rms_scale, wide
 from headwater.ops.routing import use_triton
 
-from .base import (
-    Layout,
-    Next,
-    Norm,
-    Placed,
-    Read,
-    Residual,
-    State,
-    apply_norm,
-    even_weights,
-    hold,
-    weights_held,
-)
+from .base import Layout, Next, Norm, Placed, Read, Residual, State, apply_norm, hold, weights_held
 from .numerics import combine
 from .one_token import BlockSources
 from .options import check_range
@@ -179,6 +167,7 @@ class AttentionResidual(Residual):
         self.block = block
         self.window = window
         self.values = values
+        self.takes_zero = values == "raw"
         self.heads = heads
         self.key_dim = key_dim
         self.query_kind = query
@@ -278,7 +267,7 @@ class AttentionResidual(Residual):
         if i == 0:
             return apply_norm(norm, sources[0]), sources
         reader = mix_by_weights if weights_held() else self.reader
-        return apply_norm(norm, reader(self, sources, self._parameters_of(i))), sources
+        return apply_norm(norm, reader(self, sources, i)), sources
 
     def _has_lost_gradients(self, two_phase: TwoPhase, state: State, i: int) -> bool:
         """Say whether read `i` has a query to teach, and a state that would teach it nothing."""
@@ -312,11 +301,7 @@ class AttentionResidual(Residual):
         return cast(Tensor, self._read(state, self.sublayers, norm)[0])
 
     def _weights(self, state: State, i: int) -> Tensor:
-        sources = self.settle(state, i)
-        # A single source has all the weight.
-        if len(sources) == 1:
-            return even_weights(sources[0]).expand(-1, *sources[0].shape[:-1], self.heads)
-        return self._weights_of(sources, self._parameters_of(i))[1]
+        return self._weights_of(self.settle(state, i), i)[1]
 
     def folds_norm(self, state: State, i: int) -> bool:
         two_phase = self._schedule_of(state, "read", i)
@@ -423,9 +408,14 @@ class AttentionResidual(Residual):
     def _parameters_of(self, i: int) -> DepthRead:
         return cast(DepthRead, self.reads[self.keys[i]])
 
-    def _weights_of(self, sources: State, read: DepthRead) -> tuple[Tensor, Tensor]:
+    def _weights_of(self, sources: State, i: int) -> tuple[Tensor, Tensor]:
         """Return the sources as one tensor (N, ..., D), in fp32 or wider, and their weights
         (N, ..., H)."""
+        # A single source has all the weight.
+        if len(sources) == 1:
+            stack = stack_wide(sources)
+            return stack, stack.new_ones(1, *stack.shape[1:-1], self.heads)
+        read = self._parameters_of(i)
         # Scalars are the same for every token.
         if read.scalars is not None:
             stack = stack_wide(sources)
@@ -443,28 +433,29 @@ class AttentionResidual(Residual):
         return stack, depth_weights(stack, query, key_weight, **self.weighing)
 
 
-def attend(residual: AttentionResidual, sources: State, read: DepthRead) -> Tensor:
+def attend(residual: AttentionResidual, sources: State, i: int) -> Tensor:
     """Read by attention with one static query: kernels where they run."""
+    read = residual._parameters_of(i)
     options: dict[str, Any] = {"eps": residual.eps, "backend": residual.backend}
     return depth_attention(sources, read.scaled_query(), read.key_weight, **options)
 
 
-def mix_by_weights(residual: AttentionResidual, sources: State, read: DepthRead) -> Tensor:
+def mix_by_weights(residual: AttentionResidual, sources: State, i: int) -> Tensor:
     """Read with any options: weights of all sources, then their sum."""
-    stack, weights = residual._weights_of(sources, read)
+    stack, weights = residual._weights_of(sources, i)
     # The norm of a value is one scalar, so it multiplies the weight.
     if residual.values == "normed":
         weights = weights * rms_scale(stack, residual.eps)
     return mix_sources(stack, hold(weights)).to(sources[0].dtype)
 
 
-def sum_by_scalars(residual: AttentionResidual, sources: State, read: DepthRead) -> Tensor:
+def sum_by_scalars(residual: AttentionResidual, sources: State, i: int) -> Tensor:
     """Read by one learned number per source: a running sum, and no copy of the sources."""
-    scalars = cast(Tensor, read.scalars)
+    scalars = cast(Tensor, residual._parameters_of(i).scalars)
     return combine(sources, wide(scalars)[:, 0].split(1))
 
 
-Reader = Callable[[AttentionResidual, State, DepthRead], Tensor]
+Reader = Callable[[AttentionResidual, State, int], Tensor]
 # The cheapest reader of each query and weights, for one head, normed whole keys and raw values.
 READERS: dict[tuple[Query, Weights], Reader] = {
     ("static", "softmax"): attend,

@@ -77,6 +77,9 @@ class ConstrainedResidual(StreamsResidual):
     ) -> None:
         super().__init__(dim, sublayers, streams=streams, backend=backend)
         self.at_start = "scaled" if start == "identity" else "different"
+        # The reads of two streams, sigmoid(1) and sigmoid(-1), sum to one.
+        if start == "identity" and streams == 2 and final != "sum" and not eps:
+            self.at_start = "exact"
         self.final = final
         self.eps = eps
         self.norm_eps = norm_eps

@@ -34,8 +34,8 @@ def param_groups(
         query_lr: factor on the learning rate of the residual's queries, 0.1 by default: with Adam
             and a factor of one, Block Attention Residuals ended above the plain residual in
             six-layer models of our study. They are the parameters called `query`, of attnres-block,
-            attnres-full, delta-attnres, hyper-attnres, deepcrossattention and depth-window; other
-            residuals have none.
+            attnres-full, attnres-routed, delta-attnres, hyper-attnres, deepcrossattention and
+            depth-window; other residuals have none.
 
     Returns: up to three groups, each with "name", "params", "lr", "weight_decay" and "lr_factor";
         together they hold every parameter once. They are called "matrices", "rest" and "queries";

@@ -1,14 +1,18 @@
 """Block Attention Residuals over normed sources, with reads of their own for query, key and value."""
 
 from collections.abc import Sequence
-from copy import deepcopy
-from typing import Any, cast
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from .attention import AttentionResidual, DepthRead, mix_by_weights
-from .base import Norm, Read, State, apply_norm
+from headwater.ops import mix_sources
+from headwater.ops.depth.reference import depth_weights, stack_wide
+
+from .attention import AttentionResidual
+from .base import Norm, Read, State, apply_norm, hold
 from .layerwise import INPUTS, sublayer_kinds
+from .numerics import rms_scale
 from .registry import register
 
 
@@ -43,20 +47,31 @@ class RoutedAttentionResidual(AttentionResidual):
             # Read 0 has no parameters.
             if kind in INPUTS and i > 0:
                 self.routed.add(i)
-                reads = (deepcopy(self.reads[str(i)]) for _ in range(3))
-                self.reads[str(i)] = nn.ModuleList(reads)
+                self._parameters_of(i).query = nn.Parameter(torch.zeros(3, dim))
 
     def _read(self, state: State, i: int, norm: Norm | None) -> tuple[Read, State]:
         if i not in self.routed:
             return super()._read(state, i, norm)
-        reads = cast(nn.ModuleList, self.reads[self.keys[i]])
-        query, key, value = (mix_by_weights(self, state, cast(DepthRead, read)) for read in reads)
+        stack, weights = self._weights_of(state, i)
+        weights = hold(weights * rms_scale(stack, self.eps))  # (N, ..., 3)
+        query, key, value = (
+            mix_sources(stack, of_input).to(state[0].dtype) for of_input in weights.split(1, -1)
+        )
         return apply_norm(norm, (query, key, value)), state
 
-    def _parameters_of(self, i: int) -> DepthRead:
-        """Return the parameters of read `i`, of three the query input's."""
-        read = self.reads[self.keys[i]]
-        return cast(DepthRead, read[0] if isinstance(read, nn.ModuleList) else read)
+    def _weights_of(self, sources: State, i: int) -> tuple[Tensor, Tensor]:
+        """Return the sources as one tensor, and their weights: of inputs that are read apart,
+        (N, ..., 3)."""
+        if i not in self.routed:
+            return super()._weights_of(sources, i)
+        stack = stack_wide(sources)
+        queries = self._parameters_of(i).scaled_query()
+        weights = [depth_weights(stack, query, None, **self.weighing) for query in queries]
+        return stack, torch.cat(weights, -1)
+
+    def _weights(self, state: State, i: int) -> Tensor:
+        """Weigh the sources, by the query input's weights where inputs are read apart."""
+        return super()._weights(state, i)[..., :1]
 
     def flops_per_token(self) -> int:
         # Two more reads for each that is routed.

@@ -1,4 +1,7 @@
-"""The last mixing matrix of every run of a comparison: `python studies/mixing-matrices/collect.py FOLDER`."""
+"""The last mixing matrix of every run of a comparison: `python studies/mixing-matrices/collect.py FOLDER`.
+
+Matrices of residuals that the comparison has not stay as they are.
+"""
 
 import json
 import sys
@@ -23,5 +26,6 @@ if __name__ == "__main__":
         name: [[round(value, 4) for value in row] for row in record["mixing"]]
         for name, record in runs.items()
     }
+    matrices = {**json.loads(OUT.read_text())["matrices"], **matrices}
     found = {"steps": first["step"], "sublayers": first["sublayers"], "matrices": matrices}
     OUT.write_text(json.dumps(found, separators=(",", ":")) + "\n")

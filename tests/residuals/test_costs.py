@@ -23,6 +23,8 @@ OPERATIONS = {
     "attnres-full:query=projected,key_dim=2": (4 * 2 + 2 * D) * (2 + 3 + 4 + 5) + 2 * D * 2 * 4 + ADDS,
     "attnres-block": 6 * D * (2 + 2 + 3 + 3) + ADDS,  # blocks of two
     "attnres-block:block=4": 6 * D * (2 + 2 + 2 + 2) + ADDS,
+    # Blocks of two: the second attention makes three reads of two sources.
+    "attnres-routed": 6 * D * (2 + 3 * 2 + 3 + 3) + ADDS,
     "delta-attnres": 6 * D * (2 + 3 + 4) + 3 * D * L,  # no final read; the read is added to the stream besides
     "denseformer": 2 * D * (2 + 3) + ADDS,
     "denseformer:period=2": 2 * D * 3 + ADDS,
@@ -42,6 +44,11 @@ OPERATIONS = {
     # Both of what it consists of, and the sum of the two reads.
     "hyper-attnres:streams=2": 2 * D * 2 * (1 + 1 + 2) * L + 2 * 2 * 4 * D * L + 6 * D * (2 + 2 + 3 + 3) + ADDS + D * L,
     "mhc:streams=2": 2 * D * 2 * (1 + 1 + 2) * L + 2 * (2 + 2 + 4) * 2 * D * L,  # eight coefficients of both at once
+    "mhc:streams=2,final=learned": 2 * D * 2 * (1 + 1 + 2) * L + 2 * (2 + 2 + 4) * 2 * D * L + 2 * 2 * 2 * D,
+    # A read and a write; four coefficients a sublayer, two of the final read
+    "identity-hc:streams=2": 2 * D * 2 * (1 + 1) * L + 2 * (2 + 2) * 2 * D * L + 2 * 2 * 2 * D,
+    # Of a read 2 * 3 + 2 rows of 2 D, and norm (3), gate and sum of each channel; the final read writes nothing.
+    "gated-hc:streams=2,rank=3": 2 * D * (2 * (2 * 3 + 2) + 5 + 2) * L + 2 * D * (2 * 2 * 3 + 5),
     "mhc-lite:streams=2": 2 * D * 2 * (1 + 1 + 2) * L + 2 * (2 + 2 + 2) * 2 * D * L,
     "ddl": (2 * 2 + 7) * D * L,  # beta and value; norm and length, overlap, and what is erased and written
     "ddl:width=2,compress=channel": (2 * 3 + 7 * 2) * D * L + 2 * 2 * D * (L + 1),

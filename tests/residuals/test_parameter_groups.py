@@ -15,6 +15,7 @@ from headwater.runs.settings import OptimSettings
 HAVE_QUERIES = {
     "attnres-block",
     "attnres-full",
+    "attnres-routed",
     "delta-attnres",
     "deepcrossattention",
     "depth-window",

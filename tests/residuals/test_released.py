@@ -31,13 +31,8 @@ def inkling(model: nn.Module) -> dict[str, Tensor]:
     parameters = {f"reads.{2 * LAYERS}.query": model.final_input.query}
     for i, layer in enumerate(model.layers):
         parameters[f"reads.{2 * i + 1}.query"] = layer.mlp_input.query
-        if layer.attention_input is None:
-            continue
-        query = layer.attention_input.query
-        rows = {f"reads.{2 * i}.query": query}
-        if query.dim() == 2:
-            rows = {f"reads.{2 * i}.{way}.query": row for way, row in enumerate(query)}
-        parameters |= rows
+        if layer.attention_input is not None:
+            parameters[f"reads.{2 * i}.query"] = layer.attention_input.query
     return parameters
 
 

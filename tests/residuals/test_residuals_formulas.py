@@ -47,6 +47,20 @@ STARTS = [  # spec, parameter, what it begins with
     ("mhc:streams=2,start=biased", "mappings.2.bias", [1.0, -1.0, 1.0, -1.0, 0.0, -8.0, -8.0, 0.0]),
     ("mhc:streams=2,start=uniform", "mappings.3.bias", [0.0] * 8),
     ("mhc:streams=2", "mappings.3.scale", [0.01] * 3),
+    ("mhc:streams=2,start=normal,final=learned", "mappings.3.scale", [1.0] * 3),
+    ("mhc:streams=2,start=normal,final=learned", "mappings.10.bias", [0.0] * 2),
+    # The weight of a stream that all are given at the start is 1 / n, the logarithm of its odds -log(n - 1).
+    (
+        "identity-hc:streams=3,start=normal,magnitude=3.0",
+        "mappings.2.bias",
+        [-log(2)] * 3 + [0.0] * 3,
+    ),
+    ("identity-hc:streams=3,start=normal", "mappings.10.bias", [-log(2)] * 3),
+    (
+        "identity-hc:streams=2,magnitude=3.0,eps=0.25",
+        "mappings.1.bias",
+        [-1.0, 1.0, log(1 / 3), log(1 / 3)],
+    ),
     ("mhc-lite:streams=2,start=identity", "mappings.2.bias", [1.0, -1.0, 0.0, 0.0, 0.0, -8.0]),
     ("mhc-lite:streams=2,start=biased", "mappings.2.bias", [1.0, -1.0, 1.0, -1.0, 0.0, -8.0]),
     ("mhc-lite:streams=2,start=uniform", "mappings.3.bias", [0.0] * 6),
@@ -153,6 +167,11 @@ def test_uniform_mappings_start_at_random(name):
         ("muddformer", "dense.2.down", 1 / 16),
         ("attnres-full:start=0.5", "reads.1.query", 0.5),
         ("attnres-full:scale=gain", "reads.1.query", 1.0),
+        ("mhc:start=normal,final=learned", "mappings.4.weight", 0.02),
+        ("identity-hc:start=normal", "mappings.4.weight", 0.02),
+        ("gated-hc", "gates.1.up", 0.02),
+        ("gated-hc:start=normal", "gates.1.down", 0.02),
+        ("gated-hc:start=normal", "gates.1.inject", 0.02),
     ],
 )
 def test_random_starts_have_their_scale(spec, parameter, deviation):
