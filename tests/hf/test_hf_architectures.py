@@ -67,7 +67,8 @@ def test_converted_equals_plain_and_reverts(kind):
 def test_the_whole_family_converts_and_says_how_it_starts(residual):
     model = tiny_model("qwen3")
     report = convert(model, residual)
-    assert agree(model, tiny_model("qwen3")) == report.equal_at_start
+    # A read of gated-hc is normed: its scale is the token's own, for which convert vouches for nothing.
+    assert agree(model, tiny_model("qwen3")) == (report.equal_at_start or residual == "gated-hc")
     assert ("does NOT compute the same" in str(report)) != report.equal_at_start
     stir(model, 0.1)
     assert training(model).isfinite().all()

@@ -186,7 +186,7 @@ def test_stages_hold_each_parameter_once(residual, tied):
 def test_a_residual_alone_is_traced_as_in_a_decoder(residual):
     """Which tensors are the same at two places is a property of the residual."""
     alone = depth(12, residual)
-    if residual.partition(":")[0] in ("deepcrossattention", "muddformer"):
+    if residual.partition(":")[0] in ("attnres-routed", "deepcrossattention", "muddformer"):
         with pytest.raises(ValueError, match="three inputs"):
             trace(alone, 1, 4)
     else:
