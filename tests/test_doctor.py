@@ -83,6 +83,24 @@ def test_newer_releases_than_the_tested_are_not_allowed_and_the_page_says_so(nam
     assert any(version.startswith(f"{least}.") for version in [*tried, *pins(name)])
 
 
+def test_engines_that_are_installed_are_listed_with_the_tested_release(monkeypatch):
+    installed = {"torchtitan": "0.3.0", "vllm": "0.40.1"}
+
+    def version(name):
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert [finding[:2] for finding in doctor._engines()] == [
+        ("torchtitan", "0.3.0; the release that headwater was tested with"),
+        ("vllm", "0.40.1; 0.32.0 is the release that headwater was tested with"),
+    ]
+    pins = read("tests/engines/requirements.txt") + read("tests/engines/alone.txt")
+    for name, tested in doctor.ENGINES:
+        assert name == "vllm" or f"\n{name}=={tested}\n" in pins
+
+
 def test_what_a_gpu_would_be_told():
     state, problem = doctor._reads(torch.empty(4, 8, dtype=torch.float64))
     assert problem

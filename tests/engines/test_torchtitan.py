@@ -2,15 +2,11 @@
 
 import dataclasses
 import importlib.util
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from launch import assert_close, losses_of, run_all
 
 if importlib.util.find_spec("torchtitan") is None:
     pytest.skip("torchtitan is not installed here: make test-engines", allow_module_level=True)
@@ -33,39 +29,6 @@ HOPS = {
 }
 
 
-def run_all(world: int, runs: list[dict]) -> list[list[dict]]:
-    """Make runs one after another on `world` processes; what each rank says of each run."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    processes = []
-    for rank in range(world):
-        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
-        environment = {**os.environ, "MASTER_ADDR": "localhost"}
-        environment.update({name: str(value) for name, value in places.items()})
-        process = subprocess.Popen(
-            [sys.executable, RUNS, json.dumps(runs)],
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        processes.append(process)
-    results: list[list[dict]] = [[] for _ in runs]
-    for process in processes:
-        output, _ = process.communicate(timeout=1500)
-        lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
-        assert len(lines) == len(runs), output[-5000:]
-        for result, line in zip(results, lines, strict=True):
-            result.append(json.loads(line.removeprefix("RESULT ")))
-    return results
-
-
-def losses_of(ranks: list[dict]) -> list[float]:
-    """The losses of a run, from a rank that knows them: others of a pipeline say -1."""
-    return max((rank["losses"] for rank in ranks), key=lambda losses: losses[0])
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> dict[str, list[float]]:
     """Losses of one process: torchtitan's plain model, then headwater's residuals in it."""
@@ -81,7 +44,7 @@ def alone(tmp_path_factory) -> dict[str, list[float]]:
         runs[f"{family} plain"] = {"family": family, "steps": 3}
         runs[f"{family} standard"] = {"family": family, "residual": "standard", "steps": 3}
         runs[f"{family} block"] = {"family": family, "residual": BLOCK, "steps": 3}
-    results = run_all(1, list(runs.values()))
+    results = run_all(RUNS, 1, list(runs.values()))
     return {name: losses_of(ranks) for name, ranks in zip(runs, results, strict=True)}
 
 
@@ -94,13 +57,8 @@ def pairs(tmp_path_factory) -> dict[tuple[str, str], list[dict]]:
         for name, layout in LAYOUTS.items():
             runs[residual, name] = {"residual": residual, **layout}
     runs[BLOCK, "Interleaved1F1B"]["folder"] = folder
-    results = run_all(2, list(runs.values()))
+    results = run_all(RUNS, 2, list(runs.values()))
     return dict(zip(runs, results, strict=True))
-
-
-def assert_close(losses: list[float], expected: list[float], limit: float) -> None:
-    assert len(losses) == len(expected)
-    assert max(abs(a - b) for a, b in zip(losses, expected)) <= limit
 
 
 @pytest.mark.parametrize("family", ["", "qwen3 ", "deepseek_v3 "])
@@ -139,7 +97,7 @@ def test_queries_learn_at_a_rate_of_their_own(alone):
 
 def test_a_pipelines_checkpoint_resumes_on_one_process(alone, pairs):
     folder = pairs[BLOCK, "Interleaved1F1B"][0]["folder"]
-    [ranks] = run_all(1, [{"residual": BLOCK, "folder": folder, "load_step": 10}])
+    [ranks] = run_all(RUNS, 1, [{"residual": BLOCK, "folder": folder, "load_step": 10}])
     assert_close(losses_of(ranks), alone[BLOCK][10:], 1e-5)
 
 

@@ -23,7 +23,12 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.components.validate import Validator
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config import (
+    TORCH_DTYPE_MAP,
+    CompileConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models import deepseek_v3, llama3, qwen3
 from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -43,9 +48,10 @@ class Documents(BaseDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        pass
+        backwards: bool = False
 
     def __init__(self, config, *, dp_world_size, dp_rank, local_batch_size, **_):
+        self.backwards = config.backwards
         self.world, self.rank, self.rows = dp_world_size, dp_rank, local_batch_size
         self.batches = 0
 
@@ -54,6 +60,8 @@ class Documents(BaseDataLoader):
             first = (self.batches * self.world + self.rank) * self.rows
             self.batches += 1
             rows = torch.stack([document(first + row) for row in range(self.rows)])
+            if self.backwards:
+                rows = rows.flip(0)
             yield {"input": rows[:, :-1]}, rows[:, 1:].contiguous()
 
     def state_dict(self):
@@ -124,15 +132,16 @@ def config_of(run: dict, folder: str) -> Trainer.Config:
         shard = world
     layout["data_parallel_shard_degree"] = shard
     loss = CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec))
-    optimizer = default_adamw(lr=RATE)
+    rate, dtype = run.get("rate", RATE), run.get("dtype", "float32")
+    optimizer = default_adamw(lr=rate)
     if run.get("adamw"):
-        optimizer = adamw(spec, lr=RATE)
+        optimizer = adamw(spec, lr=rate)
     return Trainer.Config(
         loss=ChunkedLossWrapper.Config(loss_fn=loss),
         model_spec=spec,
         dump_folder=folder,
         tokenizer=NoTokenizer.Config(),
-        dataloader=Documents.Config(),
+        dataloader=Documents.Config(backwards=run.get("backwards", False)),
         optimizer=optimizer,
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
         training=TrainingConfig(
@@ -140,7 +149,9 @@ def config_of(run: dict, folder: str) -> Trainer.Config:
             seq_len=TOKENS,
             steps=run.get("steps", 20),
             disable_cuda_graphs=True,
-            mixed_precision_param="float32",
+            dtype=dtype,
+            mixed_precision_param=dtype,
+            mixed_precision_reduce=dtype,
         ),
         metrics=Losses.Config(log_freq=1),
         parallelism=ParallelismConfig(**layout),
@@ -202,8 +213,12 @@ def main() -> None:
     use_cpu()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    single = torch.Tensor.float
+    TORCH_DTYPE_MAP["float64"] = torch.float64
     for run in json.loads(sys.argv[1]):
         torch._dynamo.reset()
+        # torchtitan rounds positions and logits to fp32.
+        torch.Tensor.float = torch.Tensor.double if run.get("dtype") == "float64" else single
         print("RESULT", json.dumps({**run, **train(run), "rank": dist.get_rank()}), flush=True)
     dist.destroy_process_group()
 

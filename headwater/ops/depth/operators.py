@@ -87,7 +87,8 @@ def depth_attention(
 def check_shapes(sources: Sequence[Tensor]) -> None:
     """Raise ValueError unless all sources have one shape."""
     shapes = [tuple(source.shape) for source in sources]
-    if len(set(shapes)) != 1:
+    # Not by a set: a dimension that is dynamic in torch.export has no hash.
+    if not shapes or any(shape != shapes[0] for shape in shapes):
         raise ValueError(f"there must be sources, all of one shape; got {shapes}")
 
 

@@ -104,7 +104,8 @@ def sinkhorn(logits: Tensor, iterations: int, *, backend: Backend = "auto") -> T
     if backend == "triton" and not fits:
         raise ValueError(f"backend='triton' takes matrices of up to {MAX_SIZE} rows, got {shape}")
     triton = fits and use_triton(backend, matrices)
-    if transformed():
+    # A graph of ONNX has the divisions, since ONNX knows no operator of this name.
+    if transformed() or (torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()):
         return reference.by_division(matrices, iterations)
     flat = matrices.reshape(-1, *shape[-2:])
     return _Sinkhorn.apply(flat, iterations, triton).view(shape)
