@@ -120,9 +120,10 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) setuptools wheel torch
-	$(PIP) --no-compile --no-build-isolation --editable .
-	touch $(INSTALLED)
+	began=$$(date +%s); \
+	$(PIP) setuptools wheel torch && \
+	$(PIP) --no-compile --no-build-isolation --editable . && \
+	touch $@ && echo "Installed in $$(($$(date +%s) - began)) s."
 
 # The demo needs the package alone; the tests and the site need more.
 $(TESTED): $(INSTALLED)

@@ -232,7 +232,23 @@ def test_what_a_flag_means_is_seen_on_a_phone(site, visit):
 
 @pytest.mark.slow
 @pytest.mark.browser
-def test_search_works_from_disk(site, visit):
+def test_search_from_disk_finds_the_page_of_a_question_first(site, visit):
     page = visit(site / "index.html", within=site)
-    page.locator(".md-search__input").press_sequentially("sinkhorn")  # it listens to keys
-    page.wait_for_selector(".md-search-result__item a[href*='mhc']")
+    field = page.locator(".md-search__input")
+    for words, first in SEARCHES.items():
+        field.fill("")
+        field.press_sequentially(words)  # it listens to keys
+        page.wait_for_selector(f".md-search-result__item:first-child a[href*='{first}']")
+
+
+SEARCHES = {
+    "sinkhorn": "mhc",
+    "out of memory": "guides/troubleshooting",
+    "NaN": "guides/troubleshooting",
+    "LoRA": "guides/huggingface",
+    "block size": "start/choose",
+    "multi-GPU": "guides/distributed",
+    "resume": "guides/checkpoints",
+    "custom data": "guides/training",
+    "learning rate of queries": "guides/own-model",
+}

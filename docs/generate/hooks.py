@@ -138,7 +138,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     figures of studies to their copies. So links lead somewhere on a code host too."""
     address = page.file.src_uri
     if address == "guides/troubleshooting.md":
-        page.meta["search"] = {"boost": 40}
+        page.meta["search"] = {"boost": 12}
     elif address.startswith(SOUGHT):
         page.meta["search"] = {"boost": 4}
     elif address in UNSOUGHT:
