@@ -14,7 +14,7 @@ TRANSFORMERS ?= 5.19.0 5.20.2 5.21.1 5.22.2
 # with CUDA, which needs its libraries, gigabytes of them: make test-torch TORCH=2.15.0 ALONE=
 TORCH ?= 2.10.0
 ALONE ?= --no-deps
-TORCH_TESTS := residuals/test_residuals_compile residuals/test_contract models/test_decoder ops/test_ops ops/test_kernels train/test_train train/test_checkpoint train/test_stages train/test_parallel train/test_parallel_checkpoints
+TORCH_TESTS := residuals/test_residuals_compile residuals/test_contract models/test_decoder ops/test_ops ops/test_kernels train/test_loop train/test_run train/test_checkpoint train/test_stages train/test_parallel train/test_parallel_checkpoints
 
 KILLS ?= 100
 
