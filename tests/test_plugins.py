@@ -6,8 +6,6 @@ import os
 import shutil
 import signal
 import sys
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -44,13 +42,10 @@ def site(tmp_path, monkeypatch):
         yield write_package(tmp_path)
 
 
-def settings(folder, **train):
+def settings(folder):
     path = folder / "settings.json"
-    path.write_text(
-        json.dumps(
-            asdict(tiny(folder, steps=2, eval_every=2, depth_every=2, save_every=2, **train))
-        )
-    )
+    rare = dict.fromkeys(("steps", "eval_every", "depth_every", "save_every"), 2)
+    write_json(path, asdict(tiny(folder, **rare)))
     return ("--config", str(path))
 
 
@@ -62,11 +57,8 @@ def run(*argv) -> int:
 def test_every_command_takes_it_from_a_module(site, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(site)  # the headwater command does not look here by itself
     out = tmp_path / "family"
-    brook = ("--plugin", "brook")
-    assert (
-        run("compare", *settings(tmp_path), "--residuals", SPEC, "--seeds", 0, "--out", out, *brook)
-        == 0
-    )
+    brook, spec = ("--plugin", "brook"), ("--residuals", SPEC, "--seeds", 0, "--out", out)
+    assert run("compare", *settings(tmp_path), *spec, *brook) == 0
     (there,) = (out / "runs").glob("leaky_start=0.5-seed0-*")
     assert json.loads((there / "config.json").read_text())["model"]["residual"] == SAVED
     (checkpoint,) = (there / "checkpoints").iterdir()
@@ -85,47 +77,37 @@ def test_every_command_takes_it_from_a_module(site, tmp_path, monkeypatch, capsy
     }
     for name, argv in commands.items():
         assert run(*argv, *brook) == 0, (name, capsys.readouterr().err)
-    assert "leaky:start=0.5" in (out / "report.html").read_text()
-    assert (
-        "@brook"
-        not in (out / "report.html").read_text().partition("<script")[0].partition("<main")[2]
-    )
+    page = (out / "report.html").read_text()
+    assert "leaky:start=0.5" in page
+    assert "@brook" not in page.partition("<script")[0].partition("<main")[2]
     capsys.readouterr()
     shutil.rmtree(tmp_path / "exported")
     # The same without it: one message that names it
     for name in ("generate", "export", "resume"):
         assert run(*commands[name]) == 1, name
-        assert (
-            "'brook.leaky', which is not imported: add --plugin brook.leaky"
-            in capsys.readouterr().err
-        )
+        words = "'brook.leaky', which is not imported: add --plugin brook.leaky"
+        assert words in capsys.readouterr().err
         assert "brook" not in sys.modules
+
+
+RECIPE = """
+[config]
+model.size = "nano"
+data.source = ["{source}"]
+[[runs]]
+"model.residual" = ["{spec}"]
+"""
 
 
 def test_a_study_takes_it(site, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(site)
+    monkeypatch.setattr("headwater.train.studies.run_all", lambda *_, **__: {})
+    (tmp_path / "short.txt").write_text("a short text, line by line\n" * 200)
     recipe = tmp_path / "recipe.toml"
-    config = settings(tmp_path)[1]
-    values = json.loads(Path(config).read_text())
-    lines = ["[[runs]]", f'"model.residual" = ["{SPEC}"]']
-    for name in ("model", "data", "train"):
-        pairs = {
-            key: value
-            for key, value in values[name].items()
-            if value is not None and key != "residual"
-        }
-        lines += [
-            f"[config.{name}]",
-            *(f"{key} = {json.dumps(value)}" for key, value in pairs.items()),
-        ]
-    recipe.write_text("\n".join(lines))
-    monkeypatch.setattr(
-        "headwater.train.studies.run_all", lambda jobs, *rest, go_on, **more: {"a": go_on}
-    )
-    # What failed: its name
-    assert run("study", recipe, "--out", tmp_path / "study", "--plugin", "brook.leaky") == 1
-    monkeypatch.setattr("headwater.train.studies.run_all", lambda jobs, *rest, **more: {})
-    assert run("study", recipe, "--out", tmp_path / "study") == 1  # unknown: nothing is run
+    recipe.write_text(RECIPE.format(source=tmp_path / "short.txt", spec=SPEC))
+    for plugin in (("--plugin", "brook.leaky"), ()):
+        code = run("study", recipe, "--out", tmp_path / "study", *plugin)
+        assert code == (0 if plugin else 1)
 
 
 # What takes the place of a line of the guide's residual; the command that meets it; what it raises.
@@ -156,9 +138,8 @@ def test_what_a_broken_one_raises_is_followed_by_how_to_test_it(
         "study": (recipe,),
     }
     argv = (command, *words[command], "--out", tmp_path / "out", "--plugin", "brook")
-    advice = (
-        f"To test the residual by itself: headwater residuals {SPEC} --check --plugin brook.leaky"
-    )
+    command = f"headwater residuals {SPEC} --check --plugin brook.leaky"
+    advice = f"To test the residual by itself: {command}"
     if error is UserError:
         assert run(*argv) == 1
         shown = capsys.readouterr().err
@@ -189,10 +170,8 @@ def test_an_installed_package_that_raises_is_named_with_its_line(site, monkeypat
     install(site)
     (site / "brook" / "__init__.py").write_text("import json\n1 / 0\n")
     monkeypatch.syspath_prepend(site)
-    with pytest.raises(
-        ValueError,
-        match=r"'brook = brook' of .*__init__.py, line 2: ZeroDivisionError: .*\n.* package brook",
-    ):
+    message = r"'brook = brook' of .*__init__.py, line 2: ZeroDivisionError: .*\n.* package brook"
+    with pytest.raises(ValueError, match=message):
         build("leaky", 8, 4)
 
 
@@ -220,8 +199,7 @@ def test_runs_take_the_plugin_and_nothing_else_from_the_current_folder(site, mon
     __import__("brook.leaky")
     for module in ("difflib", "colorsys", "random", "queue"):
         (site / f"{module}.py").write_text(f"open({str(site / 'ran')!r}, 'a').write({module!r})\n")
-    config = tiny(site, residual=SPEC if plugin else "standard")
-    config = replace(config, data=replace(config.data, source=("nowhere",)))
+    config = tiny(site, residual=SPEC if plugin else "standard", source=("nowhere",))
     job = Job(label="one", folder=site / "runs" / "one", config=config)
     job.settings.parent.mkdir()
     write_json(job.settings, asdict(config))
@@ -233,20 +211,16 @@ def test_runs_take_the_plugin_and_nothing_else_from_the_current_folder(site, mon
 def test_a_file_that_names_a_module_imports_nothing(site, tmp_path, monkeypatch):
     (site / "trap.py").write_text("raise SystemExit('imported')\n")
     monkeypatch.syspath_prepend(site)
-    with pytest.raises(
-        ValueError,
-        match="registered by the module 'trap', which is not imported: add --plugin trap",
-    ):
+    message = "registered by the module 'trap', which is not imported: add --plugin trap"
+    with pytest.raises(ValueError, match=message):
         build("leaky@trap", 8, 4)
 
 
 def test_another_module_s_residual_of_the_same_name_is_not_taken(site, monkeypatch):
     monkeypatch.syspath_prepend(site)
     __import__("brook")
-    with pytest.raises(
-        ValueError,
-        match=r"by 'creek' where it was saved, and is by 'brook.leaky.LeakyResidual' here",
-    ):
+    message = r"by 'creek' where it was saved, and is by 'brook.leaky.LeakyResidual' here"
+    with pytest.raises(ValueError, match=message):
         build("leaky@creek", 8, 4)
     with pytest.raises(ValueError, match="defined in a script or notebook: define it there again"):
         build("quick@__main__", 8, 4)
@@ -307,14 +281,12 @@ def test_register_refuses_what_would_not_work(site):
     for name in ("", "My Own", "a:b", "a@b", "a,b", "../a"):
         with pytest.raises(ValueError, match="made of small letters"):
             register(name)
-    with pytest.raises(
-        ValueError, match=r"registered already, by headwater.residuals.standard.StandardResidual"
+    for name, residual, message in (
+        ("standard", Mine, "already, by headwater.residuals.standard.StandardResidual"),
+        ("mine", Untyped, "option 'rate' of residual 'mine' needs a type, for example rate: float"),
     ):
-        register("standard")(Mine)
-    with pytest.raises(
-        ValueError, match="option 'rate' of residual 'mine' needs a type, for example rate: float"
-    ):
-        register("mine")(Untyped)
+        with pytest.raises(ValueError, match=message):
+            register(name)(residual)
     assert "mine" not in registry._entries
     # A module that is loaded again registers its class again.
     assert register("mine")(Mine) is register("mine")(Mine)

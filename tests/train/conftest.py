@@ -1,25 +1,4 @@
-import shutil
-from pathlib import Path
-
 import pytest
-from processes import Forked
-from tinyrun import tiny
-
-from headwater.train.loop import train
-
-
-@pytest.fixture(scope="session")
-def finished(tmp_path_factory) -> Path:
-    """A tiny run that has ended, beside its corpus: Muon for the matrices, two checkpoints."""
-    folder = tmp_path_factory.mktemp("finished")
-    train(tiny(folder, optimizer="muon", keep=2), folder / "run")
-    return folder / "run"
-
-
-@pytest.fixture
-def run_folder(finished, tmp_path) -> Path:
-    """A copy of that run; its settings name the corpus of the first."""
-    return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 @pytest.fixture
@@ -37,4 +16,7 @@ def engine(monkeypatch):
 @pytest.fixture
 def forked(monkeypatch):
     """Lets the processes of runs be forks that have imported torch already."""
+    # Before pytest is configured, as this file is read, nothing may import torch.
+    from processes import Forked
+
     monkeypatch.setattr("headwater.train.jobs.subprocess.Popen", Forked)

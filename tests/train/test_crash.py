@@ -7,16 +7,15 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from processes import Printing, fork_server, start
 from ranks import enter, free_port
-from tinyrun import fingerprint, flags, tiny
+from tinyrun import checkpoint_of, fingerprint, flags, saved_steps, tiny
 
 from headwater.cli import main
-from headwater.runs.settings import Config, ParallelSettings
+from headwater.runs.settings import Config
 from headwater.train.checkpoint.folder import checkpoints, damage
 from headwater.train.data.dataset import prepare
 from headwater.train.loop import train
@@ -72,15 +71,10 @@ def test_kill_nine_at_random_moments(tmp_path, request, world, kills, async_save
     step is saved, so that most moments fall into a save."""
     asked = request.config.getoption("--kills")
     kills = asked or kills
-    sizes = {
-        "steps": 12 if asked else 8,
-        "eval_every": 7,
-        "depth_every": 5,
-        "save_every": 1,
-        "keep": 2,
-    }
-    config = tiny(tmp_path, **sizes, async_save=async_save)
-    run = Processes(replace(config, parallel=ParallelSettings(hang_timeout=60)), world)
+    often = {"eval_every": 7, "depth_every": 5, "save_every": 1, "keep": 2}
+    steps = 12 if asked else 8
+    config = tiny(tmp_path, steps=steps, **often, async_save=async_save, hang_timeout=60)
+    run = Processes(config, world)
     # Which else the first run would do, and take longer than those that are killed
     prepare(config.data)
     began = time.monotonic()
@@ -112,12 +106,8 @@ def test_kill_nine_at_random_moments(tmp_path, request, world, kills, async_save
         run.finish()
         assert fingerprint(out) == expected, f"killed after {delay:.3f} s at step {reached[-1]}"
         shutil.rmtree(out)
-    print(
-        f"{kills} of {kills} runs went on from a committed step ({cut} saves were cut): {sorted(reached)}"
-    )
-    assert len(set(reached)) > min(5, kills // 3), (
-        f"the moments were not spread over the run: {reached}"
-    )
+    print(f"{kills} runs went on from a committed step ({cut} saves were cut): {sorted(reached)}")
+    assert len(set(reached)) > min(5, kills // 3), f"not spread over the run: {reached}"
 
 
 def last_logged(out: Path) -> int:
@@ -129,8 +119,8 @@ def last_logged(out: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(tmp_path, signum):
-    config = tiny(tmp_path, steps=20_000, save_every=20_000, eval_every=20_000, depth_every=20_000)
-    out = tmp_path / "a run"
+    often = dict.fromkeys(("steps", "save_every", "eval_every", "depth_every"), 20_000)
+    config, out = tiny(tmp_path, **often), tmp_path / "a run"
     prepare(config.data)
     process = start(tmp_path, "-m", "headwater", *flags(config, out))
     wait_for_steps(out, process.is_alive)
@@ -142,9 +132,8 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(tmp_path, signum):
     assert message.startswith(f"headwater: stopped by {signum.name} after step ")
     assert f"headwater train --out '{out}' --resume" in message
     assert len(message.strip().splitlines()) == 1
-    (saved,) = checkpoints(out / "checkpoints")
-    assert damage(saved) is None
-    step = int(saved.name.removeprefix("step-"))
+    (step,) = saved_steps(out)
+    assert damage(checkpoint_of(out, step)) is None
     assert fingerprint(out)["metrics"][-1]["step"] == step
 
     again = fork_server().Process(

@@ -1,24 +1,17 @@
 """W&B and TensorBoard see what metrics.jsonl has; one that is missing, raises or hangs leaves training as it was."""
 
 import importlib.util
-import json
 import sys
 import threading
 import types
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tinyrun import fingerprint, tiny
+from tinyrun import fingerprint, go_back, records, tiny
 
 from headwater.errors import UserError
-from headwater.runs.settings import Config, LogSettings
 from headwater.train.loop import train
 from headwater.train.monitor import loggers
-
-
-def settings(folder: Path, **log) -> Config:
-    return replace(tiny(folder), log=LogSettings(**log))
 
 
 def fake_wandb(monkeypatch, log, init=lambda: None) -> types.SimpleNamespace:
@@ -39,32 +32,26 @@ def fake_wandb(monkeypatch, log, init=lambda: None) -> types.SimpleNamespace:
 
 def numbers(out: Path) -> dict[tuple[str, int], float]:
     """Every scalar of metrics.jsonl by name and step."""
-    found = {}
-    for line in (out / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        found |= {(name, record["step"]): value for name, value in loggers.scalars(record)}
-    return found
+    values = {}
+    for record in records(out):
+        for name, value in loggers.scalars(record):
+            values[name, record["step"]] = value
+    return values
 
 
 @pytest.mark.parametrize("extra", ["wandb", "tensorboard"])
 def test_a_missing_package_is_named_before_any_work(tmp_path, monkeypatch, extra):
     module = {"wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}[extra]
     monkeypatch.setitem(sys.modules, module, None)
-    config = settings(tmp_path, **{extra: "rivers" if extra == "wandb" else True})
+    config = tiny(tmp_path, **{extra: "rivers" if extra == "wandb" else True})
     with pytest.raises(UserError, match=rf"{extra} .*pip install 'headwater\[{extra}\]'"):
         train(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_numbers_of_a_record():
-    record = {
-        "kind": "depth",
-        "step": 3,
-        "tokens": 8,
-        "entropy": [0.5, None],
-        "mixing": [[1.0]],
-        "sublayers": ["mlp"],
-    }
+    record = {"kind": "depth", "step": 3, "tokens": 8, "sublayers": ["mlp"]}
+    record |= {"entropy": [0.5, None], "mixing": [[1.0]]}
     assert dict(loggers.scalars(record)) == {"depth/tokens": 8.0, "depth/entropy/00": 0.5}
 
 
@@ -75,36 +62,24 @@ def test_tensorboard_shows_what_the_metrics_say_after_a_resume_too(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     out = tmp_path / "run"
-    train(settings(tmp_path, tensorboard=True), out)
-    for later in sorted((out / "checkpoints").iterdir())[1:]:  # steps 6 to 12 are taken again
-        later.rename(tmp_path / later.name)
-    (out / "summary.json").unlink()
-    train(settings(tmp_path, tensorboard=True), out, resume=True)
+    train(tiny(tmp_path, tensorboard=True), out)
+    go_back(out, 5)
+    train(tiny(tmp_path, tensorboard=True), out, resume=True)
     events = EventAccumulator(str(out / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     shown = {
         (tag, e.step): e.value for tag in events.Tags()["scalars"] for e in events.Scalars(tag)
     }
     assert shown == pytest.approx(numbers(out), rel=1e-6)
-    (text,) = (event.text.decode() for event in tensors(events, "settings/text_summary")[:1])
+    (event,) = events.Tensors("settings/text_summary")[:1]
+    text = event.tensor_proto.string_val[0].decode()
     assert '| model.residual | `"attnres-block:block=2"` |' in text
     assert "| train.steps | `12` |" in text
-    depths = [
-        json.loads(line)
-        for line in (out / "metrics.jsonl").read_text().splitlines()
-        if '"depth"' in line
-    ]
+    depths = records(out, "depth")
     pictures = {event.step: event for event in events.Images("depth/mixing")}
     assert sorted(pictures) == sorted({record["step"] for record in depths})
     rows = len(depths[0]["mixing"])
     assert all((event.width, event.height) == (12 * rows, 12 * rows) for event in pictures.values())
-
-
-def tensors(events, tag):
-    return [
-        types.SimpleNamespace(text=event.tensor_proto.string_val[0])
-        for event in events.Tensors(tag)
-    ]
 
 
 def test_the_picture_of_a_map():
@@ -119,9 +94,12 @@ def test_the_picture_of_a_map():
 
 def test_wandb_is_told_everything_and_goes_on_under_the_same_name(tmp_path, monkeypatch):
     told = {}
-    log = lambda values, step: told.update({(name, step): value for name, value in values.items()})  # noqa: E731
+
+    def log(values, step):
+        told.update({(name, step): value for name, value in values.items()})
+
     fake = fake_wandb(monkeypatch, log)
-    config, out = settings(tmp_path, wandb="rivers"), tmp_path / "run"
+    config, out = tiny(tmp_path, wandb="rivers"), tmp_path / "run"
     train(config, out)
     assert told == numbers(out)
     assert fake.finished == 1
@@ -136,7 +114,7 @@ def test_wandb_is_told_everything_and_goes_on_under_the_same_name(tmp_path, monk
 @pytest.mark.parametrize("harm", ["raises", "raises at the start", "hangs", "hangs at the start"])
 def test_a_logger_that_fails_or_hangs_never_touches_training(tmp_path, monkeypatch, capfd, harm):
     plain = tmp_path / "plain"
-    train(settings(tmp_path), plain)
+    train(tiny(tmp_path), plain)
     calls, never = [], threading.Event()
 
     def trouble(*_, **__):
@@ -145,11 +123,13 @@ def test_a_logger_that_fails_or_hangs_never_touches_training(tmp_path, monkeypat
             raise RuntimeError("no connection")
         never.wait()
 
-    quiet = lambda *_, **__: None  # noqa: E731
-    fake_wandb(monkeypatch, *((quiet, trouble) if harm.endswith("start") else (trouble, quiet)))
+    if harm.endswith("start"):
+        fake_wandb(monkeypatch, print, init=trouble)
+    else:
+        fake_wandb(monkeypatch, trouble)
     monkeypatch.setattr(loggers, "CAPACITY", 3)
     monkeypatch.setattr(loggers, "PATIENCE", 0.2)
-    train(settings(tmp_path, wandb="rivers"), tmp_path / "run")
+    train(tiny(tmp_path, wandb="rivers"), tmp_path / "run")
     assert fingerprint(tmp_path / "run") == fingerprint(plain)
     assert len(calls) == 1
     warnings = [line for line in capfd.readouterr().err.splitlines() if "W&B" in line]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from ranks import precise, spawn
 from safetensors.torch import load_file, save_file
-from tinyrun import tiny
+from tinyrun import changed, tiny
 
 from headwater.models import Decoder, ModelConfig
 from headwater.runs.settings import Config, ParallelSettings
@@ -22,6 +22,7 @@ from headwater.train.checkpoint.folder import load_model
 from headwater.train.distributed import pipeline
 from headwater.train.distributed.fsdp import clip, fetched_together, gather
 from headwater.train.distributed.ranks import Ranks, join
+from headwater.train.files import read_json
 from headwater.train.loop import accumulate, depth_gradients, evaluate, update
 from headwater.train.run import Run, begin, save
 
@@ -118,28 +119,22 @@ OF_MUON = [case for case in CASES if case.muon]
 OF_TENSOR = [case for case in CASES if "tensor" in case.layout and case.residual == BLOCK]
 
 
-def settings(folder: Path, residual: str, **changes: Any) -> Config:
-    config = tiny(folder, residual=residual, batch_size=16, accumulate=4, steps=STEPS, **changes)
-    return replace(
-        config, model=replace(config.model, context=8, heads=4, kv_heads=2, qk_norm=True)
-    )
+def settings(folder: Path, residual: str) -> Config:
+    shape = {"context": 8, "heads": 4, "kv_heads": 2, "qk_norm": True}
+    return tiny(folder, residual=residual, batch_size=16, accumulate=4, steps=STEPS, **shape)
 
 
-def settings_of(case: Case, config: Config, parallel: ParallelSettings | None = None) -> Config:
+def settings_of(case: Case, config: Config, **layout: Any) -> Config:
     """Two micro-batches show what four do, in half the time, but for a pipeline by itself."""
-    parallel = parallel or config.parallel
-    micros = config.train.accumulate if parallel.pipeline == case.world else 2
-    return replace(
+    return changed(
         config,
-        model=replace(config.model, residual=case.residual, layers=case.layers),
-        optim=replace(config.optim, optimizer="muon" if case.muon else "adamw"),
-        train=replace(
-            config.train,
-            compile="model" if case.compile else "none",
-            checkpoint_activations=case.recompute,
-            accumulate=micros,
-        ),
-        parallel=parallel,
+        residual=case.residual,
+        layers=case.layers,
+        optimizer="muon" if case.muon else "adamw",
+        compile="model" if case.compile else "none",
+        checkpoint_activations=case.recompute,
+        accumulate=4 if layout.get("pipeline") == case.world else 2,
+        **layout,
     )
 
 
@@ -163,18 +158,18 @@ def measure(run: Run) -> dict[str, Any]:
 def one_case(config: Config, out: Path, steps: int) -> None:
     ranks = grid(config.parallel.pipeline, config.parallel.tensor, config.parallel.shard)
     run = begin(config, out, resume=False, ranks=ranks)
-    found: dict[str, Any] = {"loss": accumulate(run, 1)}
+    values: dict[str, Any] = {"loss": accumulate(run, 1)}
     gradients = gather(run.model, run.whole, ranks, gradients=True)
-    found |= measure(run)
+    values |= measure(run)
     if run.pipeline is not None:
         counted = [(s.stage_index, s.forward_bytes, s.backward_bytes) for s in run.pipeline.stages]
         everyone = ranks.all_gather_object(counted if ranks.data_rank == 0 else [])
-        found["bytes"] = [hop for one in everyone for hop in one]
+        values["bytes"] = [hop for hops_of_rank in everyone for hop in hops_of_rank]
         cache = run.pipeline.stages[0].submod.port.cache
-        found["left"] = sum(ranks.all_gather_object(len(cache.tensors) + len(cache.deposits)))
+        values["left"] = sum(ranks.all_gather_object(len(cache.tensors) + len(cache.deposits)))
     for optimizer in run.optimizers.values():
         optimizer.zero_grad()
-    found |= follow(run, steps)
+    values |= follow(run, steps)
     with_weights = ranks.tensor > 1 or config.optim.optimizer == "muon"
     if config.model.residual == BLOCK and with_weights:
         weights = gather(run.model, run.whole, ranks)
@@ -183,7 +178,7 @@ def one_case(config: Config, out: Path, steps: int) -> None:
             save_file(weights, out / "weights.safetensors")
     if ranks.main:
         save_file(gradients, out / "gradients.safetensors")
-        (out / "found.json").write_text(json.dumps(found))
+        (out / "values.json").write_text(json.dumps(values))
     run.log.close()
 
 
@@ -229,9 +224,8 @@ def folder(tmp_path_factory) -> Path:
         jobs = []
         for case in CASES:
             if case.world == world:
-                options = {**layouts[case.layout], "block_cache": case.cache, "hang_timeout": 60}
-                parallel = ParallelSettings(**options)
-                jobs.append((case, settings_of(case, config, parallel), folder / str(case)))
+                layout = {**layouts[case.layout], "block_cache": case.cache, "hang_timeout": 60}
+                jobs.append((case, settings_of(case, config, **layout), folder / str(case)))
         spawn(world, work, jobs)
     return folder
 
@@ -239,60 +233,67 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """The same from one process, once for each residual."""
-    folder, known = tmp_path_factory.mktemp("alone"), {}
+    folder = tmp_path_factory.mktemp("alone")
+
+    known: dict[Any, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {}
 
     def follow_alone(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         key = case.residual, case.steps, case.muon, case.layers
-        if key not in known:
-            config = settings_of(
-                replace(case, compile=False, recompute=False), settings(folder, case.residual)
-            )
-            run = begin(config, folder / str(len(known)), resume=False)
-            loss = accumulate(run, 1)
-            gradients = {name: p.grad.clone() for name, p in run.model.named_parameters()}
-            measured = measure(run)
-            run.model.zero_grad()
-            with precise() if case.muon == "fp32" else nullcontext():
-                known[key] = gradients, {"loss": loss, **measured, **follow(run, case.steps)}
-            known[key][1]["weights"] = run.whole.weights()
+        if key in known:
+            return known[key]
+        plain = replace(case, compile=False, recompute=False)
+        config = settings_of(plain, settings(folder, case.residual))
+        run = begin(config, folder / str(len(known)), resume=False)
+        values = {"loss": accumulate(run, 1)}
+        gradients = {name: p.grad.clone() for name, p in run.model.named_parameters()}
+        values |= measure(run)
+        run.model.zero_grad()
+        with precise() if case.muon == "fp32" else nullcontext():
+            values |= follow(run, case.steps)
+        values["weights"] = run.whole.weights()
+        known[key] = gradients, values
         return known[key]
 
     return follow_alone
 
 
+NEAR = {
+    "loss": {"abs": 1e-6},
+    "losses": {"abs": 1e-5},
+    "bits": {"abs": 1e-5},
+    "norm": {"rel": 1e-5},
+    "depth": {"rel": 1e-5},
+    "norms": {"rel": 1e-4},
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case.muon != "bf16"], ids=str)
 def test_many_processes_do_what_one_does(folder, alone, case):
-    found = json.loads((folder / str(case) / "found.json").read_text())
+    values = read_json(folder / str(case) / "values.json")
     gradients, expected = alone(case)
-    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-6)
-    assert found["losses"] == pytest.approx(expected["losses"], abs=1e-5)
-    assert found["bits"] == pytest.approx(expected["bits"], abs=1e-5)
-    assert found["norm"] == pytest.approx(expected["norm"], rel=1e-5)
-    assert found["depth"] == pytest.approx(expected["depth"], rel=1e-5)
-    assert found["clipped"] == pytest.approx(found["norm"] / 2, rel=1e-5)
-    assert found["norms"] == pytest.approx(expected["norms"], rel=1e-4)
+    for key, near in NEAR.items():
+        assert values[key] == pytest.approx(expected[key], **near), key
+    assert values["clipped"] == pytest.approx(values["norm"] / 2, rel=1e-5)
     whole = load_file(folder / str(case) / "gradients.safetensors")
     assert whole.keys() == gradients.keys()
     for key, gradient in gradients.items():
         error = (whole[key] - gradient).abs().max().item()
         assert error <= 1e-6 + 1e-4 * gradient.abs().max().item(), key
-    assert found.get("left", 0) == 0  # neither a tensor nor a deposit outlives its micro-batch
+    assert values.get("left", 0) == 0  # neither a tensor nor a deposit outlives its micro-batch
 
 
-def furthest(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    assert found.keys() == expected.keys()
-    return max((found[name] - value).abs().max().item() for name, value in expected.items())
+def furthest(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert weights.keys() == expected.keys()
+    return max((weights[name] - value).abs().max().item() for name, value in expected.items())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OF_MUON, ids=str)
 def test_muon_orthogonalises_whole_matrices(folder, alone, case):
     """In fp32 the weights are those of one process; in bf16 they are as close to what fp32 gives as its weights are."""
-    weights, expected = (
-        load_file(folder / str(case) / "weights.safetensors"),
-        alone(case)[1]["weights"],
-    )
+    weights = load_file(folder / str(case) / "weights.safetensors")
+    expected = alone(case)[1]["weights"]
     if case.muon == "fp32":
         assert furthest(weights, expected) < 1e-5
         return
@@ -343,18 +344,11 @@ CACHED = (
 def test_bytes_are_those_of_the_derivation(folder, case):
     """docs/explanation/pipeline-cache.md: before sublayer c there are 1 + ceil(c / S) sources; a rank that has been at
     depth d already has 1 + floor(d / S) of them."""
-    layout = LAYOUTS[case.world][case.layout]
-    ranks, stages, block, sublayers = (
-        layout["pipeline"],
-        layout["pipeline"] * layout["chunks"],
-        3,
-        8,
-    )
-    cuts = (
-        (0, *layout["cuts"])
-        if "cuts" in layout
-        else [s * sublayers // stages for s in range(stages)]
-    )
+    layout, block, sublayers = LAYOUTS[case.world][case.layout], 3, 8
+    ranks = layout["pipeline"]
+    stages = ranks * layout["chunks"]
+    even = [s * sublayers // stages for s in range(stages)]
+    cuts = (0, *layout["cuts"]) if "cuts" in layout else even
     sent = {}
     for s in range(1, stages):
         sources = 1 + math.ceil(cuts[s] / block)
@@ -362,7 +356,7 @@ def test_bytes_are_those_of_the_derivation(folder, case):
             sources -= 1 + cuts[s - ranks + 1] // block
         data = case.world // ranks
         sent[s] = sources * (16 // data) * 8 * 16 * 4  # windows, tokens, channels, bytes
-    found = json.loads((folder / str(case) / "found.json").read_text())["bytes"]
-    assert {s + 1: forward for s, forward, _ in found if s + 1 < stages} == sent
+    counted = read_json(folder / str(case) / "values.json")["bytes"]
+    assert {s + 1: forward for s, forward, _ in counted if s + 1 < stages} == sent
     # Gradients travel the same way back
-    assert {s: backward for s, _, backward in found if s} == sent
+    assert {s: backward for s, _, backward in counted if s} == sent

@@ -1,6 +1,5 @@
 """What goes wrong on one rank is met by all: a bad number, a signal, a killed worker, a rank that hangs."""
 
-import json
 import math
 import os
 import shutil
@@ -8,22 +7,22 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import free_port, spawn, torchrun
-from tinyrun import flags, tiny, write_corpus
+from tinyrun import changed, checkpoint_of, flags, logged, records, saved_steps, tiny, write_corpus
 
 from headwater.errors import Interrupted, UserError
 from headwater.models import Decoder
-from headwater.runs.settings import Config, OptimSettings, ParallelSettings
+from headwater.runs.settings import Config
 from headwater.train import loop, run
 from headwater.train.checkpoint import folder as checkpoint
 from headwater.train.distributed.parts import local
 from headwater.train.distributed.ranks import Ranks, join
+from headwater.train.files import read_json
 from headwater.train.loop import train
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -31,11 +30,12 @@ ONE_MACHINE = ["--standalone", "--nproc-per-node", "2"]
 
 
 def settings(folder: Path, **changes) -> Config:
-    config = tiny(
-        folder,
-        **{"batch_size": 4, "save_every": 1, "keep": 9, "steps": 6, "depth_every": 99, **changes},
-    )
-    return replace(config, parallel=ParallelSettings(hang_timeout=60))
+    sizes = {"save_every": 1, "keep": 9, "steps": 6, "depth_every": 99, "hang_timeout": 60}
+    return tiny(folder, **{**sizes, **changes})
+
+
+def on_second_rank() -> bool:
+    return os.environ["RANK"] == "1"
 
 
 def faults_on_one_rank(config: Config, folder: Path) -> None:
@@ -49,19 +49,14 @@ def faults_on_one_rank(config: Config, folder: Path) -> None:
 
         def token_losses(run, forward, windows):
             calls.append(torch.is_grad_enabled())
-            bad = os.environ["RANK"] == "1" and torch.is_grad_enabled() and sum(calls) == 4
+            bad = on_second_rank() and torch.is_grad_enabled() and sum(calls) == 4
             return real(run, forward, windows) * (factor if bad else 1.0)
 
         loop.token_losses = token_losses
 
-    def change(**options) -> Config:
-        return replace(config, train=replace(config.train, **options))
-
     spoil(math.nan)
-    with pytest.raises(
-        UserError,
-        match=r"not finite at step 4 .*last good checkpoint is .*step-00000003.*nonfinite-step-4",
-    ):
+    message = r"not finite at step 4 .*last good checkpoint is .*step-00000003.*nonfinite-step-4"
+    with pytest.raises(UserError, match=message):
         train(config, folder / "stops")
     real_update = loop.update
 
@@ -75,73 +70,64 @@ def faults_on_one_rank(config: Config, folder: Path) -> None:
 
     loop.update = update
     spoil(math.nan)
-    assert train(change(skip_nonfinite=1), folder / "nonfinite").skipped_steps == 1
+    assert train(changed(config, skip_nonfinite=1), folder / "nonfinite").skipped_steps == 1
     spoil(100.0)
-    assert (
-        train(
-            change(skip_spikes=1, spike_window=3, async_save=True), folder / "spike"
-        ).skipped_steps
-        == 1
-    )
+    spikes = changed(config, skip_spikes=1, spike_window=3, async_save=True)
+    assert train(spikes, folder / "spike").skipped_steps == 1
 
     loop.token_losses, asked, compare = real, [], Ranks.max
 
     def highest(ranks, value):
-        found = compare(ranks, value)
+        largest = compare(ranks, value)
         # The loop asks for signals; others wait for all ranks with it
         if sys._getframe(1).f_code.co_name == "train":
             asked.append(value)
             if ranks.main and len(asked) == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
-        return found
+        return largest
 
     Ranks.max = highest
     with pytest.raises(Interrupted, match="stopped by SIGTERM after step 4 of 6"):
-        train(change(save_every=6), folder / "signal")
+        train(changed(config, save_every=6), folder / "signal")
     Ranks.max = compare
 
     written = checkpoint.save
 
     def save(*arguments, **options):
         path = written(*arguments, **options)
-        if os.environ["RANK"] == "1":
+        if on_second_rank():
             raise UserError("nobody else has noticed")
         return path
 
     checkpoint.save = save
-    message = "nobody else" if os.environ["RANK"] == "1" else "could not be written on another rank"
+    message = "nobody else" if on_second_rank() else "could not be written on another rank"
     for save_every in (1, 3):  # noticed by the next save, or by a step before it
+        failing = changed(config, save_every=save_every, async_save=True)
         with pytest.raises(UserError, match=message):
-            train(
-                change(save_every=save_every, async_save=True), folder / f"elsewhere-{save_every}"
-            )
+            train(failing, folder / f"elsewhere-{save_every}")
 
 
 def different_on_one_rank(config: Config, folder: Path) -> None:
     """Rank 1 is started with other settings, and with another text."""
     join(config.parallel, torch.device("cpu"))  # once for all runs
-    second = os.environ["RANK"] == "1"
-    if second:
-        (folder / "other").mkdir()
-        write_corpus(folder / "other")
-        (folder / "other" / "corpus" / "0.txt").write_text("another text " * 99)
-    changes = {
-        r"optim\.lr: 0\.003 on rank 0, 0\.5 on rank 1": {"optim": OptimSettings(lr=0.5)},
-        r"parallel\.shard: 0 on rank 0, 1 on rank 1": {"parallel": ParallelSettings(shard=1)},
-        r"model\.residual: .* on rank 1": {"model": replace(config.model, residual="standard")},
-        r"corpus\.source_hash": {
-            "data": replace(config.data, source=(str(folder / "other" / "corpus"),))
-        },
-    }
-    config = replace(config, parallel=ParallelSettings(), optim=OptimSettings())
-    for number, (message, change) in enumerate(changes.items()):
-        own = replace(config, **change) if second else config
-        with pytest.raises(UserError, match=message):
-            train(own, folder / f"run-{number}")
-    moved = replace(config.data, source=(str(folder / "elsewhere"),), cache=str(folder / "cache-2"))
-    if second:
+    other = folder / "other"
+    if on_second_rank():
+        other.mkdir()
+        write_corpus(other)
+        (other / "corpus" / "0.txt").write_text("another text " * 99)
         shutil.copytree(config.data.source[0], folder / "elsewhere")
-    assert train(replace(config, data=moved) if second else config, folder / "same").steps == 6
+    for message, change in {
+        r"optim\.lr: 0\.003 on rank 0, 0\.5 on rank 1": {"lr": 0.5},
+        r"parallel\.shard: 0 on rank 0, 1 on rank 1": {"shard": 1},
+        r"corpus\.source_hash": {"source": (str(other / "corpus"),)},
+    }.items():
+        asked = changed(config, **change) if on_second_rank() else config
+        with pytest.raises(UserError, match=message):
+            train(asked, folder / "run")
+    # Each rank may find the same text in another place.
+    moved = {"source": (str(folder / "elsewhere"),), "cache": str(folder / "cache-2")}
+    asked = changed(config, **moved) if on_second_rank() else config
+    assert train(asked, folder / "same").steps == 6
 
 
 def test_ranks_that_were_started_with_different_things_refuse_to_begin(tmp_path):
@@ -152,7 +138,7 @@ def slow_disk(config: Config, folder: Path) -> None:
     real = checkpoint.save
 
     def save(*arguments, **options):
-        if os.environ["RANK"] == "1":
+        if on_second_rank():
             time.sleep(1.5 * config.parallel.hang_timeout)
         return real(*arguments, **options)
 
@@ -161,37 +147,31 @@ def slow_disk(config: Config, folder: Path) -> None:
 
 
 def test_a_save_may_take_longer_than_a_step(tmp_path):
-    config = settings(tmp_path, steps=1)
-    spawn(2, slow_disk, replace(config, parallel=ParallelSettings(hang_timeout=4)), tmp_path)
+    spawn(2, slow_disk, settings(tmp_path, steps=1, hang_timeout=4), tmp_path)
 
 
 @pytest.mark.slow
 def test_what_happens_to_one_rank_stops_or_skips_on_all(tmp_path):
     spawn(2, faults_on_one_rank, settings(tmp_path), tmp_path)
-    cause = json.loads((tmp_path / "stops" / "nonfinite-step-4.json").read_text())
+    cause = read_json(tmp_path / "stops" / "nonfinite-step-4.json")
     assert cause["batch"] == {"seed": 0, "step": 3, "size": 4}
     assert [math.isnan(float(loss)) for loss in cause["loss_by_rank"]] == [False, True]
     assert all(math.isnan(float(norm)) for norm in cause["grad_norm_by_sublayer"])
-    saved = checkpoint.checkpoints(tmp_path / "stops" / "checkpoints")
-    assert saved[-1].name == "step-00000003"
+    assert saved_steps(tmp_path / "stops")[-1] == 3
 
     for reason in ("nonfinite", "spike"):
         run = tmp_path / reason
-        saved = [folder.name for folder in checkpoint.checkpoints(run / "checkpoints")]
-        assert saved == [f"step-0000000{step}" for step in (1, 2, 3, 5, 6)]
+        assert saved_steps(run) == [1, 2, 3, 5, 6]
         model: Decoder = checkpoint.load_model(run)[0]
-        assert all(bool(p.isfinite().all()) for p in model.parameters())
-        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        assert [(r["step"], r["reason"]) for r in records if r["kind"] == "skip"] == [(4, reason)]
-        losses = [r["loss"] for r in records if r["kind"] == "train"]
-        assert [loss is None for loss in losses] == [
-            n == 3 and reason == "nonfinite" for n in range(6)
-        ]
-        own = json.loads((run / f"{reason}-step-4.json").read_text())["loss_by_rank"]
-        assert not float(own[1]) <= 10 * float(own[0]), "the second rank's share stands out"
-    (saved,) = checkpoint.checkpoints(tmp_path / "signal" / "checkpoints")
-    assert saved.name == "step-00000004"
-    assert checkpoint.damage(saved) is None
+        assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+        (skip,) = records(run, "skip")
+        assert (skip["step"], skip["reason"]) == (4, reason)
+        lost = [step for step, loss in enumerate(logged(run, "loss"), start=1) if loss is None]
+        assert lost == ([4] if reason == "nonfinite" else [])
+        first, second = read_json(run / f"{reason}-step-4.json")["loss_by_rank"]
+        assert not float(second) <= 10 * float(first), "the second rank's share stands out"
+    assert saved_steps(tmp_path / "signal") == [4]
+    assert checkpoint.damage(checkpoint_of(tmp_path / "signal", 4)) is None
 
 
 def start_slowly(config: Config, out: Path) -> None:
@@ -210,12 +190,7 @@ def start_slowly(config: Config, out: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_wait_for_a_slow_start_and_meet_whatever_they_have_counted(tmp_path):
-    spawn(
-        2,
-        start_slowly,
-        replace(settings(tmp_path), parallel=ParallelSettings(hang_timeout=1)),
-        tmp_path / "run",
-    )
+    spawn(2, start_slowly, settings(tmp_path, hang_timeout=1), tmp_path / "run")
     assert (tmp_path / "run" / "config.json").exists()
 
 
@@ -264,18 +239,19 @@ def test_a_killed_worker_is_started_again_and_the_run_goes_on(tmp_path):
     assert out.with_suffix(".killed").exists()
     # torchrun's word on the first attempt: -9, or 1 of the rank left alone
     assert "failed (exitcode: " in messages
-    assert json.loads((out / "summary.json").read_text())["steps"] == 8
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in records if r["kind"] == "train"] == list(range(1, 9))
+    assert read_json(out / "summary.json")["steps"] == 8
+    assert logged(out, "step") == list(range(1, 9))
 
-    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.name != ".lock"}
+    before = times(out)
     code, messages = under_torchrun(settings(tmp_path, steps=8), out, "pass", "--max-restarts", "1")
     assert code == 1
     # And again after the restart, which would else have ended well
     assert "already holds a run" in messages
-    assert {
-        path: path.stat().st_mtime_ns for path in out.rglob("*") if path.name != ".lock"
-    } == before
+    assert times(out) == before
+
+
+def times(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock"}
 
 
 MACHINES = """
@@ -305,32 +281,16 @@ def test_two_machines_that_count_restarts_differently_go_on(tmp_path):
     """Two agents of torchrun on this machine; one joins the restart of the other without counting it."""
     out, script = tmp_path / "run", tmp_path / "machines.py"
     script.write_text(MACHINES)
-    meeting = [
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        f"127.0.0.1:{free_port()}",
-        "--rdzv-id",
-        "machines",
-    ]
-    shape = [
-        "--nnodes",
-        "2",
-        "--nproc-per-node",
-        "1",
-        "--max-restarts",
-        "2",
-        "--local-addr",
-        "127.0.0.1",
-    ]
-    arguments = [*shape, *meeting, str(script), *flags(settings(tmp_path, steps=8), out)]
+    meeting = f"--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-id machines"
+    shape = "--nnodes 2 --nproc-per-node 1 --max-restarts 2 --local-addr 127.0.0.1"
+    words = f"{shape} {meeting}".split()
+    arguments = [*words, str(script), *flags(settings(tmp_path, steps=8), out)]
     logs = [tmp_path / f"machine-{i}.log" for i in range(2)]
     agents = [torchrun(log, *arguments) for log in logs]
     codes = [wait_for(agent, 150) for agent in agents]
     assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
     assert [(out / f"restarts-of-{rank}").read_text() for rank in range(2)] == ["0", "1"]
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in records if r["kind"] == "train"] == list(range(1, 9))
+    assert logged(out, "step") == list(range(1, 9))
 
 
 @pytest.mark.slow
@@ -345,9 +305,9 @@ def test_sigterm_commits_and_ends_within_thirty_seconds(tmp_path, async_save):
     code, messages = under_torchrun(config, out, act, *ranks, fork=async_save)
     assert code == 1
     assert "stopped by SIGTERM after step" in messages, messages
-    (saved,) = checkpoint.checkpoints(out / "checkpoints")
-    assert checkpoint.damage(saved) is None
-    assert saved.name > "step-00000003"
+    (step,) = saved_steps(out)
+    assert step > 3
+    assert checkpoint.damage(checkpoint_of(out, step)) is None
 
 
 HANGS = """

@@ -1,11 +1,10 @@
 """The planner against what a real step keeps alive, and on grids nobody here has."""
 
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
-from tinyrun import tiny
+from tinyrun import changed, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -13,7 +12,7 @@ from headwater.cli import main
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.residuals import attention
-from headwater.runs.settings import Config, ParallelSettings, TrainSettings
+from headwater.runs.settings import Config
 from headwater.train.distributed.plan import describe, in_flight, make_plan
 from headwater.train.distributed.stages import prune
 from headwater.train.loop import accumulate, update
@@ -23,9 +22,9 @@ SHAPE = {"vocab_size": 64, "dim": 16, "layers": 4, "heads": 4, "kv_heads": 2, "m
 SHAPE["context"] = 8
 
 
-def plan_of(model: ModelConfig, world: int, train: TrainSettings | None = None, **parallel):
-    settings = Config(train=train or TrainSettings(), parallel=ParallelSettings(**parallel))
-    return make_plan(settings, model, world, half=False, fused=False)
+def plan_of(model: dict, world: int, **settings):
+    config = changed(Config(), **settings)
+    return make_plan(config, ModelConfig(**SHAPE | model), world, half=False, fused=False)
 
 
 class Live(TorchDispatchMode):
@@ -52,12 +51,18 @@ class Live(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "residual", ["standard", "attnres-block:block=4", "attnres-full", "hyper-connections"]
+    ("residual", "checkpointing"),
+    [
+        ("standard", True),
+        ("attnres-block:block=4", False),
+        ("attnres-full", True),
+        ("attnres-full", False),
+        ("hyper-connections", True),
+    ],
 )
-@pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_peak_of_a_real_step_is_within_a_tenth(tmp_path, residual, checkpointing):
-    config = tiny(tmp_path, residual=residual, batch_size=32, checkpoint_activations=checkpointing)
-    config = replace(config, model=replace(config.model, layers=6, dim=64, mlp_dim=192))
+    shape = {"residual": residual, "layers": 6, "dim": 64, "mlp_dim": 192}
+    config = tiny(tmp_path, batch_size=32, checkpoint_activations=checkpointing, **shape)
     run = begin(config, tmp_path / "run", resume=False)
     with Live() as live:
         for parameter in run.model.parameters():
@@ -72,9 +77,9 @@ def test_the_peak_of_a_real_step_is_within_a_tenth(tmp_path, residual, checkpoin
 def test_bytes_and_bubble_of_a_grid(monkeypatch):
     # Sources alone are sent, however a stage reads them
     monkeypatch.setattr(attention, "WORTH_TWO_PHASES", 0)
-    model = ModelConfig(**SHAPE | {"layers": 8, "residual": "attnres-block:block=2"})
-    train = TrainSettings(batch_size=32, accumulate=8)
-    plan = plan_of(model, 8, train, pipeline=4, chunks=2)
+    model = {"layers": 8, "residual": "attnres-block:block=2"}
+    layout = {"batch_size": 32, "accumulate": 8, "pipeline": 4, "chunks": 2}
+    plan = plan_of(model, 8, **layout)
     unit = 2 * 8 * 16 * 4  # windows of a micro-batch, tokens, channels, bytes
     assert [size // unit for size in plan.hops] == [2, 3, 4, 3, 3, 3, 3]
     assert [size // unit for size in plan.hops_without_cache] == [2, 3, 4, 5, 6, 7, 8]
@@ -83,25 +88,23 @@ def test_bytes_and_bubble_of_a_grid(monkeypatch):
     assert len(plan.ranks) == 4
     for world in (6, 0, -8):
         with pytest.raises(UserError, match="must be a multiple"):
-            plan_of(model, world, train, pipeline=4, chunks=2)
+            plan_of(model, world, **layout)
     with pytest.raises(UserError, match=r"parallel.shard \(3\) must divide the 2 ranks"):
-        plan_of(model, 8, train, pipeline=4, chunks=2, shard=3)
+        plan_of(model, 8, **layout, shard=3)
 
 
 def test_without_a_row_of_ranks_a_plan_has_neither_chunks_nor_cuts():
     """As a run has it, such as one that was begun in a pipeline and goes on in one process."""
-    model = ModelConfig(**SHAPE)
-    plan = plan_of(model, 1, chunks=2, cuts=(3,))
-    assert plan == plan_of(model, 1)
+    plan = plan_of({}, 1, chunks=2, cuts=(3,))
+    assert plan == plan_of({}, 1)
     assert "every rank fits" in describe(plan, 80, False)
 
 
 def test_tensor_parallelism_divides_what_it_should():
     """States by N; weights of bodies by N, of the rest not; a gather and a scatter of (B, T, D) in every sublayer."""
-    model = ModelConfig(**SHAPE, residual="attnres-block:block=2")
-    train = TrainSettings(batch_size=4)
-    one = plan_of(model, 1, train).ranks[0]
-    two = plan_of(model, 2, train, tensor=2).ranks[0]
+    model = {"residual": "attnres-block:block=2"}
+    one = plan_of(model, 1, batch_size=4).ranks[0]
+    two = plan_of(model, 2, batch_size=4, tensor=2).ranks[0]
     bodies = 4 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32)
     assert one.parameters - two.parameters == bodies / 2
     assert two.checkpointed == one.checkpointed / 2
@@ -115,60 +118,54 @@ def test_tensor_parallelism_divides_what_it_should():
         ({"value_residual": True}, "value_residual"),
         ({"residual": "ddl:width=2,compress=token"}, "compress=token' looks at earlier tokens"),
     ):
-        refused = replace(model, **changes)
         with pytest.raises(UserError, match=message):
-            plan_of(refused, 2, train, tensor=2)
+            plan_of(model | changes, 2, batch_size=4, tensor=2)
 
 
 def test_sharding_divides_the_weights_and_gathers_a_layer_at_a_time():
     """16 bytes a parameter over the shards; then the bodies of a layer, and all the rest with gradients, are whole."""
     layer, rest = 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32, 2 * 64 * 16 + 9 * 16
-    for world, settings, micros, static, late in (
-        (1, {}, 1, 16 * (4 * layer + rest), 4 * (4 * layer + rest)),
-        # The second micro-batch finds the gradients of the first
-        (1, {}, 2, 16 * (4 * layer + rest), 0),
-        (2, {"shard": 1}, 1, 16 * (4 * layer + rest), 4 * (4 * layer + rest)),
-        (2, {}, 1, 8 * (4 * layer + rest) + 4 * layer + 8 * rest, 2 * (4 * layer + rest)),
-        (4, {"shard": 2}, 1, 8 * (4 * layer + rest) + 4 * layer + 8 * rest, 2 * (4 * layer + rest)),
-        # Bodies stay as they are
-        (2, {"tensor": 2}, 1, 8 * (4 * layer + rest) + 8 * rest, 2 * (4 * layer + rest)),
+    whole = 4 * layer + rest
+    divided = 8 * whole + 8 * rest, 2 * whole
+    fetched = 8 * whole + 4 * layer + 8 * rest, 2 * whole
+    for world, settings, expected in (
+        (1, {}, (16 * whole, 4 * whole)),
+        # The second micro-batch finds the gradients of the first.
+        (1, {"accumulate": 2}, (16 * whole, 0)),
+        (2, {"shard": 1}, (16 * whole, 4 * whole)),
+        (2, {}, fetched),
+        (4, {"shard": 2}, fetched),
+        (2, {"tensor": 2}, divided),  # bodies stay as they are
     ):
-        train = TrainSettings(batch_size=8, accumulate=micros)
-        plan = plan_of(ModelConfig(**SHAPE), world, train, **settings).ranks[0]
-        assert (plan.static, plan.late) == (static, late), (world, settings)
+        plan = plan_of({}, world, batch_size=8, **settings).ranks[0]
+        assert (plan.static, plan.late) == expected, (world, settings)
 
 
 @pytest.mark.parametrize("residual", ["hyper-attnres", "ddl:width=2,compress=token,expand=token"])
 def test_parameters_of_a_residual_in_parts_are_counted_where_they_are(residual):
     model = ModelConfig.named("nano", vocab_size=256, residual=residual, layers=2)
-    config = Config(
-        parallel=ParallelSettings(pipeline=2), train=TrainSettings(batch_size=2, accumulate=2)
-    )
+    config = changed(Config(), pipeline=2, batch_size=2, accumulate=2)
     plan = make_plan(config, model, 2, half=True, fused=True)
-    stages = [prune(Decoder(model), *bounds) for bounds in ((0, 2), (2, 4))]
-    assert [rank.parameters for rank in plan.ranks] == [
-        sum(p.numel() for p in stage.parameters()) for stage in stages
-    ]
+    for rank, bounds in zip(plan.ranks, ((0, 2), (2, 4)), strict=True):
+        stage = prune(Decoder(model), *bounds)
+        assert rank.parameters == sum(p.numel() for p in stage.parameters())
 
 
-def test_activations_are_those_of_the_passes_in_flight():
+@pytest.mark.parametrize(("schedule", "flights"), [("1f1b", (4, 3, 2, 1)), ("gpipe", (8,) * 4)])
+def test_activations_are_those_of_the_passes_in_flight(schedule, flights):
     """Four ranks with equal layers: the first waits for four backwards, the last for one."""
-    model = ModelConfig(**SHAPE | {"layers": 8})
-    train = TrainSettings(batch_size=16, accumulate=8)
-    schedules = ("1f1b", "gpipe")
-    plans = [plan_of(model, 4, train, pipeline=4, pipeline_schedule=s).ranks for s in schedules]
-    for ranks, flights in zip(plans, ((4, 3, 2, 1), (8, 8, 8, 8)), strict=True):
-        for kept in ("activations", "checkpointed"):
-            each = [
-                getattr(rank, kept) / flight for rank, flight in zip(ranks, flights, strict=True)
-            ]
-            assert each[1] == each[2] > 0
-            assert each[3] == pytest.approx(each[2], rel=0.2)  # the head is counted apart
+    assert tuple(in_flight(schedule, 4, 1, 8, rank) for rank in range(4)) == flights
+    layout = {"batch_size": 16, "accumulate": 8, "pipeline": 4, "pipeline_schedule": schedule}
+    ranks = plan_of({"layers": 8}, 4, **layout).ranks
+    for kept in ("activations", "checkpointed"):
+        _, second, third, last = (
+            getattr(rank, kept) / flight for rank, flight in zip(ranks, flights, strict=True)
+        )
+        assert second == third > 0
+        assert last == pytest.approx(third, rel=0.2)  # the head is counted apart
 
 
-def test_passes_in_flight():
-    assert [in_flight("1f1b", 4, 1, 8, rank) for rank in range(4)] == [4, 3, 2, 1]
-    assert [in_flight("gpipe", 4, 1, 8, rank) for rank in range(4)] == [8] * 4
+def test_passes_in_flight_of_chunks_and_of_few_micro_batches():
     assert [in_flight("1f1b", 4, 2, 8, rank) for rank in range(4)] == [11, 9, 7, 5]
     assert in_flight("1f1b", 4, 1, 2, 0) == 2
     assert in_flight("1f1b", 1, 1, 8, 0) == 1
@@ -176,15 +173,12 @@ def test_passes_in_flight():
 
 def test_the_command_warns_before_a_run_that_will_not_fit(tmp_path, capsys):
     file = tmp_path / "run.toml"
-    file.write_text(
-        '[model]\nsize = "nano"\nresidual = "attnres-block"\n[train]\nbatch_size = 64\naccumulate = 8\n'
-    )
-    layout = "--world 4 --pipeline 2 --chunks 2 --memory 0.001"
-    assert main(["plan", str(file), *layout.split()]) == 0
-    out = capsys.readouterr().out
-    assert "bubble 5.9%" in out
-    assert "WARNING: ranks 0, 1 need more than" in out
-    assert main(["plan", str(file), "--memory", "80"]) == 0
-    assert "every rank fits into 80 GiB" in capsys.readouterr().out
-    assert main(["plan", str(file), "--world", "4", "--tensor", "2", "--memory", "80"]) == 0
-    assert "tensor parallelism: a rank sends up to" in capsys.readouterr().out
+    file.write_text('[model]\nsize = "nano"\n[train]\nbatch_size = 64\naccumulate = 8\n')
+    for layout, words in (
+        ("--world 4 --pipeline 2 --chunks 2 --memory 0.001", "WARNING: ranks 0, 1 need more than"),
+        ("--world 4 --pipeline 2 --chunks 2", "bubble 5.9%"),
+        ("--memory 80", "every rank fits into 80 GiB"),
+        ("--world 4 --tensor 2", "tensor parallelism: a rank sends up to"),
+    ):
+        assert main(["plan", str(file), *layout.split()]) == 0
+        assert words in capsys.readouterr().out

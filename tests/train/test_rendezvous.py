@@ -3,11 +3,10 @@ test_parallel_faults.py."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
-from tinyrun import tiny
+from tinyrun import changed, tiny
 
 from headwater.errors import UserError
 from headwater.train.distributed import rendezvous as attempts
@@ -56,7 +55,7 @@ def test_a_restart_goes_on_with_its_own_run_and_refuses_any_other(tmp_path, monk
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     for _ in range(2):  # the first attempt of another torchrun, and its restart
         with pytest.raises(UserError, match="already holds a run"):
-            begin(replace(config, train=replace(config.train, seed=1)), out, resume=False)
+            begin(changed(config, seed=1), out, resume=False)
     assert (out / "config.json").read_bytes() == before
     assert begin(config, out, resume=True).step == 1
     assert json.loads(before)["train"]["seed"] == 0

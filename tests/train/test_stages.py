@@ -1,29 +1,25 @@
 """Cuts and hops without processes: what crosses a cut, for every residual and for grids nobody here has."""
 
 import functools
-import math
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
+from tinyrun import changed
 from torch import Tensor
 
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
 from headwater.residuals import build, names
 from headwater.residuals.two_phase import TwoPhase
-from headwater.runs.settings import Config, ParallelSettings, TrainSettings
+from headwater.runs.settings import Config
 from headwater.stages import BlockCache, States, hops, trace
 from headwater.train.distributed.pipeline import Stage
 from headwater.train.distributed.stages import cut, prune, trace_states, windows_per_micro
-from headwater.train.run import distribute
 
 CPU = torch.device("cpu")
 WIDE = [
-    f"ddl:width=2,compress={c},expand={e}"
-    for c in ("channel", "token")
-    for e in ("repeat", "token")
+    f"ddl:width=2,compress={c},expand={e}" for c, e in (("channel", "token"), ("token", "repeat"))
 ]
 SPECS = [
     *names(),
@@ -31,21 +27,13 @@ SPECS = [
     "attnres-full:window=2",
     "laurel:form=previous",
     "deepcrossattention:last=1",
+    "depth-window:maps=reader",
 ]
-SPECS += ["depth-window:maps=reader"]
 
 
 def shape(residual: str, layers: int = 6, **changes) -> ModelConfig:
-    return ModelConfig(
-        vocab_size=32,
-        dim=8,
-        layers=layers,
-        heads=2,
-        kv_heads=1,
-        mlp_dim=16,
-        residual=residual,
-        **changes,
-    )
+    size = {"vocab_size": 32, "dim": 8, "heads": 2, "kv_heads": 1, "mlp_dim": 16}
+    return ModelConfig(**size, layers=layers, residual=residual, **changes)
 
 
 @functools.cache
@@ -70,36 +58,25 @@ def test_cuts_are_even_or_as_asked():
 
 
 @pytest.mark.parametrize(
-    ("batch", "micros", "data", "layout", "message"),
+    ("batch", "micros", "data", "layout", "advice"),
     [
-        (
-            2,
-            1,
-            3,
-            {},
-            r"batch_size \(2\) must be .* the 3 ranks that share the batch: try train.batch_size 3",
-        ),
+        (2, 1, 3, {}, r"batch_size \(2\) must be .* the 3 ranks that .*: try train.batch_size 3"),
         (12, 2, 4, {}, "train.batch_size 16"),
         (6, 1, 1, {"pipeline": 2}, r"pipeline \(2\) .*; got 1: try train.accumulate 2"),
         (5, 5, 1, {"pipeline": 2, "chunks": 2}, "train.accumulate 6"),
-        (6, 6, 1, {"pipeline": 2, "chunks": 2}, None),
-        (6, 3, 1, {"pipeline": 2}, None),
-        (6, 1, 1, {"pipeline": 2, "pipeline_schedule": "gpipe"}, None),
+        (6, 6, 1, {"pipeline": 2, "chunks": 2}, ""),
+        (6, 3, 1, {"pipeline": 2}, ""),
+        (6, 1, 1, {"pipeline": 2, "pipeline_schedule": "gpipe"}, ""),
     ],
 )
-def test_a_batch_that_the_ranks_cannot_share_is_refused_before_anything_is_built(
-    batch, micros, data, layout, message
-):
-    """By any layout, with a number that would do; torch's own message names no flag."""
-    config = Config(
-        train=TrainSettings(batch_size=batch, accumulate=micros),
-        parallel=ParallelSettings(**layout),
-    )
-    if message is None:
-        assert windows_per_micro(config, data) == batch // (micros * data)
+def test_a_batch_that_the_ranks_cannot_share_is_refused(batch, micros, data, layout, advice):
+    """With a number that would do; torch's own message names no flag."""
+    config = changed(Config(), batch_size=batch, accumulate=micros, **layout)
+    if advice:
+        with pytest.raises(UserError, match=advice):
+            windows_per_micro(config, data)
     else:
-        with pytest.raises(UserError, match=message):
-            distribute(Decoder(shape("standard")), config, SimpleNamespace(data_world=data), CPU)
+        assert windows_per_micro(config, data) == batch // (micros * data)
 
 
 def test_no_cut_falls_where_two_stages_would_share_a_parameter():
@@ -142,44 +119,31 @@ def test_every_tensor_is_on_its_rank_when_it_is_needed(residual):
 def test_totals_in_closed_form(ranks, chunks):
     """One block a stage: naive and cached totals of docs/explanation/pipeline-cache.md, in tensors."""
     stages = ranks * chunks
-    states = trace_states(shape("attnres-block:block=2", layers=stages), 1, 4, CPU)
-    totals = {
-        cache: sum(
-            len(hop.arrives)
-            for hop in hops(states, cut(depth(2 * stages), stages), ranks, cache=cache)
-        )
-        for cache in (True, False)
-    }
+    states = trace_states(shape("attnres-block:block=2", layers=stages), 3, 5, CPU)
+    bounds, totals = cut(depth(2 * stages), stages), {}
+    for cache in (True, False):
+        plan = hops(states, bounds, ranks, cache=cache)
+        totals[cache] = sum(len(hop.arrives) for hop in plan)
     assert totals[False] == stages * (stages - 1) // 2 + stages - 1
     ours = ranks * (ranks - 1) // 2 + ranks - 1 + (chunks - 1) * ranks * (ranks - 1)
     paper = ranks * (ranks - 1) // 2 + (chunks - 1) * ranks**2
     assert totals[True] == ours
     # A rank is not sent the block it made itself
     assert paper - (ours - (ranks - 1)) == (chunks - 1) * ranks
+    last = hops(states, bounds, ranks, cache=False)[-1]
+    assert last.bytes == stages * 3 * 5 * 8 * 4  # of (B, T, D) in fp32
 
 
-def test_one_block_over_several_stages():
-    """Figure 3 of the paper: four ranks, two chunks, a block every other stage. Beside new blocks, the running sum."""
-    states = trace_states(shape("attnres-block:block=4", layers=8), 1, 4, CPU)
-    plan = hops(states, cut(depth(16), 8), 4, cache=True)
-    assert [len(hop.arrives) for hop in plan] == [0, 2, 2, 3, 2, 2, 2, 2]
-    assert [len(hop.state) for hop in plan] == [0, 2, 2, 3, 3, 4, 4, 5]
-
-
-@pytest.mark.parametrize("residual", SPECS)
-@pytest.mark.parametrize("tied", [False, True])
-def test_stages_hold_each_parameter_once(residual, tied):
-    config = shape(residual, layers=4, tie_embeddings=tied, value_residual=True, shortswa=2)
-    model = Decoder(config)
+@pytest.mark.parametrize("residual", ["standard", "attnres-block", WIDE[0]])
+def test_stages_of_a_tied_model_hold_each_parameter_once_and_the_embedding_twice(residual):
+    model = Decoder(shape(residual, tie_embeddings=True, value_residual=True, shortswa=2))
+    held = []
+    for start, stop in pairwise(cut(model.residual, 3)):
+        stage = prune(Decoder(model.config), start, stop)
+        held += [name for name, _ in stage.named_parameters()]
     whole = {name for name, _ in model.named_parameters()}
-    bounds = cut(model.residual, min(5, 1 + sum(map(model.residual.may_cut, range(1, 12)))))
-    held = [
-        name
-        for a, b in pairwise(bounds)
-        for name, _ in prune(Decoder(config), a, b).named_parameters()
-    ]
     assert set(held) == whole
-    assert len(held) == len(whole) + tied  # the tied embedding lives at both ends
+    assert len(held) == len(whole) + 1
 
 
 @pytest.mark.parametrize("residual", SPECS)
@@ -191,12 +155,6 @@ def test_a_residual_alone_is_traced_as_in_a_decoder(residual):
             trace(alone, 1, 4)
     else:
         assert trace(alone, 1, 4) == traced(residual)
-
-
-def test_bytes_of_a_hop():
-    states = trace_states(shape("attnres-block:block=2", layers=8), 3, 5, CPU)
-    hop = hops(states, cut(depth(16), 4), 4, cache=True)[2]
-    assert hop.bytes == (1 + math.ceil(8 / 2)) * 3 * 5 * 8 * 4
 
 
 def stir(model: Decoder) -> Decoder:
@@ -238,11 +196,8 @@ def assert_the_same(
     whole: Decoder, expected: Tensor, logits: Tensor, gradients: dict[str, Tensor]
 ) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
-    assert gradients.keys() == dict(whole.named_parameters()).keys()
-    for name, p in whole.named_parameters():
-        torch.testing.assert_close(
-            gradients[name], p.grad, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
-        )
+    expected_gradients = {name: p.grad for name, p in whole.named_parameters()}
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("residual", SPECS)
@@ -261,10 +216,13 @@ def test_stages_with_kernels_do_what_the_whole_does_in_two_phases(block, monkeyp
     """Cuts inside a block (1, 5), between two (3), and before the last sublayer. A stage is sent sources alone, and
     scores them for the queries it has."""
     whole = stir(Decoder(shape(f"attnres-block:block={block},backend=triton", layers=3, context=2)))
-    spans = []
-    monkeypatch.setattr(
-        TwoPhase, "read", lambda self, *a, real=TwoPhase.read: (spans.append(1), real(self, *a))[1]
-    )
+    real, spans = TwoPhase.read, []
+
+    def read(self, *arguments):
+        spans.append(1)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(TwoPhase, "read", read)
     expected = whole(torch.tensor([[3, 7]]))
     assert spans, "the whole runs in two phases"
     expected.square().mean().backward()
