@@ -198,7 +198,7 @@ def test_torchrun_starts_what_divides_its_work_and_nothing_else(capsys, monkeypa
         (["compare", "--resume", "--out", "typo"], "there is no comparison at typo to resume"),
         (["compare", "--residual", "ddl"], "compare takes --residuals, not --residual"),
         (["generate", "nowhere"], "no checkpoint in"),
-        (["report", "nowhere"], "is not a folder"),
+        (["report", "nowhere"], "is not a run, nor a folder of runs"),
         (["verify", "a"], "the following arguments are required: FOLDERS"),
         (["residuals", "st\x1b[31mandard"], r"unknown residual 'st\x1b[31mandard'. Did you mean"),
     ],

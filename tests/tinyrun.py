@@ -97,7 +97,7 @@ def go_back(run: Path, step: int) -> None:
 
 
 def fingerprint(run: Path) -> dict[str, Any]:
-    """What must not depend on interruptions: weights, optimizer, and everything logged but the clock."""
+    """All that must not depend on interruptions: weights, optimizer, and everything logged but the clock."""
     last = checkpoint_of(run, saved_steps(run)[-1])
     files = {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()

@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 
 from headwater.cli.flags import ConvertFlags, EvalFlags, RevertFlags, VerifyFlags
-from headwater.cli.models import check_device, needs, say
+from headwater.cli.models import check_device, is_transformers, say
 from headwater.cli.parser import parse
 from headwater.errors import UserError, command
-from headwater.train.files import write_json
+from headwater.train.files import require, write_json
 
 
 def convert(argv: list[str]) -> None:
     """Swap the residual of a Hugging Face checkpoint, or export a run to that format."""
     flags = parse(ConvertFlags, argv, convert)
-    needs("transformers", "hf")
+    require("transformers", "hf")
     check_device(flags.device)
-    from headwater.hf.formats.folder import is_transformers
 
     if not flags.folder.exists():
         raise UserError(
@@ -82,7 +81,7 @@ def convert_run(flags: ConvertFlags) -> None:
 def revert(argv: list[str]) -> None:
     """Take a conversion back: write a converted checkpoint as the plain model it came from."""
     flags = parse(RevertFlags, argv, revert)
-    needs("transformers", "hf")
+    require("transformers", "hf")
     from headwater.hf.formats.convert import revert_folder
 
     residual = revert_folder(flags.folder, flags.out)
@@ -94,7 +93,7 @@ def revert(argv: list[str]) -> None:
 def verify(argv: list[str]) -> None:
     """Compare two Hugging Face checkpoints: KL, largest logit difference. Fails if they are not equal."""
     flags = parse(VerifyFlags, argv, verify)
-    needs("transformers", "hf")
+    require("transformers", "hf")
     from headwater.hf.formats.folder import verify_folders
 
     check_device(flags.device)
@@ -107,16 +106,14 @@ def verify(argv: list[str]) -> None:
 def evaluate(argv: list[str]) -> None:
     """Score a checkpoint on tasks of lm-evaluation-harness: a table, and a JSON file beside the checkpoint."""
     flags = parse(EvalFlags, argv, evaluate, name="eval")
-    needs("transformers", "hf")
-    needs("lm_eval", "eval")
+    require("transformers", "hf")
+    require("lm_eval", "eval")
     tasks = [task for word in flags.tasks for task in word.split(",") if task]
-    if not tasks:
-        raise UserError("--tasks names no task")
     check_device(flags.device)
     from headwater.hf import export_run
     from headwater.hf.evaluate import evaluate as run
     from headwater.hf.evaluate import table
-    from headwater.hf.formats.folder import is_transformers, load_with_tokenizer
+    from headwater.hf.formats.folder import load_with_tokenizer
     from headwater.train import load_run
 
     if is_transformers(flags.folder):

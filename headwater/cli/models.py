@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headwater.errors import SettingError, UserError
+from headwater.errors import SettingError
+from headwater.runs.files import read_json
 from headwater.runs.tables import printable
-from headwater.train.files import read_json
+from headwater.train.files import require
 
 
 def is_transformers(folder: Path) -> bool:
@@ -20,7 +20,7 @@ def load_any(folder: Path, device: str) -> tuple[Any, Any, Callable[[str], list[
     """Load the model of a run or of a transformers folder, its tokenizer, and how that encodes."""
     # Whatever the folder holds, its tokenizer turns text into a list of numbers.
     if is_transformers(folder):
-        needs("transformers", "hf")
+        require("transformers", "hf")
         from headwater.hf.formats.folder import load_with_tokenizer
 
         model: Any
@@ -30,12 +30,6 @@ def load_any(folder: Path, device: str) -> tuple[Any, Any, Callable[[str], list[
 
     loaded = load_run(folder, device)
     return loaded.model, loaded.tokenizer, lambda text: loaded.tokenizer.encode(text).tolist()
-
-
-def needs(module: str, extra: str) -> None:
-    if importlib.util.find_spec(module) is None:
-        install = f"pip install 'headwater[{extra}]'"
-        raise UserError(f"this command needs the package `{module}`: {install}")
 
 
 def check_device(device: str) -> None:

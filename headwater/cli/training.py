@@ -26,7 +26,8 @@ from headwater.cli.models import say
 from headwater.cli.parser import parse
 from headwater.errors import UserError, command, spell, user_values
 from headwater.folders import whole_folder
-from headwater.train.files import read_json, refuse_others
+from headwater.runs.files import read_json
+from headwater.train.files import refuse_others
 
 
 def train(argv: list[str]) -> None:

@@ -13,14 +13,20 @@ from headwater.errors import UserError
 HASH = "hash"
 
 
+def read_json(path: Path) -> Any:
+    """Read a JSON file. Raises UserError if it is missing or damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        problem = f"is missing: {path.parent} does not look like a folder that headwater wrote"
+    except (ValueError, RecursionError) as error:
+        problem = f"is damaged ({error}): restore it, or start again in another folder"
+    raise UserError(f"{path} {problem}")
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Read a file that holds one JSON object. Raises UserError for anything else."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"{path} is not valid JSON ({error}); it may have been cut off while it was written"
-        ) from error
+    value = read_json(path)
     if not isinstance(value, dict):
         raise UserError(f"{path} must hold a JSON object, not {type(value).__name__}")
     return value

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 from headwater.runs.launch import most_at_a_time
 from headwater.runs.record import Record, RecordedRun
-from headwater.runs.settings import SETTINGS
+from headwater.runs.settings import SETTINGS, flatten
 from headwater.runs.stats import Paired, Stat, judge, pair, summarize
 
 BASELINE = "standard"
 # Settings that may differ inside a group: they say where and how a run was carried out, not what
 # was computed. A run that a bad step stopped goes on without the step; its notes count such steps.
-INCIDENTAL = {"train.seed", "train.device"}
+INCIDENTAL = {"model.residual", "train.seed", "train.device"}
 # Settings of parts that a residual does not have.
 UNFELT: dict[str, set[str]] = {BASELINE: set()}
 for _name, _marks in SETTINGS.items():
@@ -169,7 +169,7 @@ def settings_of(runs: Sequence[RecordedRun]) -> list[dict[str, str]]:
     data_of: dict[tuple[object, ...], dict[str, str]] = {}
     all_settings = []
     for run in runs:
-        settings = flatten(run.config)
+        settings = compared(run.config)
         # Runs whose text is unknown keep their own settings.
         hashes = run.corpus.get("source_hash"), run.corpus.get("tokenizer_hash")
         if all(hashes):
@@ -180,15 +180,10 @@ def settings_of(runs: Sequence[RecordedRun]) -> list[dict[str, str]]:
     return all_settings
 
 
-def flatten(config: Record, prefix: str = "") -> dict[str, str]:
+def compared(config: Record) -> dict[str, str]:
     """Return settings by dotted name, without the residual and those that may differ in a group."""
-    flat: dict[str, str] = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        elif key != "residual" and prefix + key not in INCIDENTAL:
-            flat[prefix + key] = str(value)
-    return flat
+    settings = flatten(config).items()
+    return {key: str(value) for key, value in settings if key not in INCIDENTAL}
 
 
 def differing(settings: list[dict[str, str]]) -> list[str]:

@@ -76,10 +76,10 @@ def number(value: object) -> float | None:
     return None
 
 
-def paths_of(folders: Sequence[str | Path]) -> list[Path]:
-    """Return folders as paths. Raises UserError for a text, whose letters would be the folders."""
+def paths_of(folders: str | Path | Sequence[str | Path]) -> list[Path]:
+    """Return folders as paths, one folder as a list of one."""
     if isinstance(folders, str | Path):
-        raise UserError(f"folders takes a list; got {str(folders)!r}: write [{str(folders)!r}]")
+        folders = [folders]
     return [at_home(folder) for folder in folders]
 
 
@@ -93,8 +93,6 @@ def find_runs(folders: list[Path]) -> list[Path]:
     # By their real places, as a run may lie in two of the folders.
     runs: dict[Path, Path] = {}
     for folder in folders:
-        if not folder.is_dir():
-            raise UserError(f"{folder} is not a folder: {EXPECTED}")
         for run in _runs_in(folder):
             runs.setdefault(run.resolve(), run)
     return list(runs.values())
@@ -222,7 +220,7 @@ def read_tokenizer(path: Path) -> str:
     """Return the kind of a tokenizer; empty if there is none, as in an archive of runs."""
     try:
         return "bytes" if read_object(path).get("type") == "bytes" else "bpe"
-    except (OSError, UserError):
+    except UserError:
         return ""
 
 

@@ -44,16 +44,6 @@ def unseal(raw: bytes) -> dict[str, Any] | None:
     return values if seal(values) == raw else None
 
 
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        problem = f"is missing: {path.parent} does not look like a folder that headwater wrote"
-    except ValueError as error:
-        problem = f"is damaged ({error}): restore it, or start again in another folder"
-    raise UserError(f"{path} {problem}")
-
-
 # What may be in a folder before the work in it begins
 LOGS = ("log.txt", "launch.json", "nohup.out")
 

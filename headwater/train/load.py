@@ -9,10 +9,10 @@ from headwater.errors import UserError, spell, user_values
 from headwater.folders import find_model
 from headwater.models import Decoder, ModelConfig
 from headwater.residuals import pinned
+from headwater.runs.files import read_json
 from headwater.runs.settings import Config, said_of
 from headwater.train.checkpoint.folder import STATE, load_model, read_state
 from headwater.train.data.tokenizer import Tokenizer
-from headwater.train.files import read_json
 
 # Settings of a model that change what its weights compute, and that their names and shapes do not show; and, where they
 # are not of every model, of which sublayers.

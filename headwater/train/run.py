@@ -23,6 +23,7 @@ from headwater.errors import SettingError, UserError, spell, user_values
 from headwater.models import Decoder, ModelConfig
 from headwater.models.sublayer import Sublayer
 from headwater.residuals import located, pinned
+from headwater.runs.files import read_json
 from headwater.runs.results import DIVERGED, SUMMARY, TrainResult, code_of
 from headwater.runs.settings import Config, flatten
 from headwater.train.balance import Load
@@ -37,7 +38,7 @@ from headwater.train.distributed.pipeline import Pipeline, assemble
 from headwater.train.distributed.ranks import Ranks, refuse_unequal
 from headwater.train.distributed.stages import windows_per_micro
 from headwater.train.distributed.tensor_parallel import bodies, parallelize, refuse_undivided
-from headwater.train.files import read_json, refuse_others, write_json
+from headwater.train.files import refuse_others, write_json
 from headwater.train.load import fill_from
 from headwater.train.monitor.bad_steps import Skips, drop_causes
 from headwater.train.monitor.metrics import START, MetricsLog, Mirror

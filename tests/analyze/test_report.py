@@ -511,12 +511,8 @@ def test_not_a_run_is_one_clear_error(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"dim": 8}')
     (tmp_path / "empty").mkdir()
-    for folder, words in {
-        "absent": "not a folder",
-        "empty": "not a run",
-        "model": "not a run",
-    }.items():
-        with pytest.raises(UserError, match=rf"{folder}.* is {words}.*metrics.jsonl"):
+    for folder in ("absent", "empty", "model"):
+        with pytest.raises(UserError, match=rf"{folder}.* is not a run.*metrics.jsonl"):
             write_report([tmp_path / folder])
     with pytest.raises(UserError, match="at least one folder"):
         write_report([])

@@ -196,9 +196,7 @@ def test_from_folders_come_the_curves_of_the_rate_that_is_asked_for(tmp_path):
         write_runs(tmp_path / "runs", "standard", replace(TRUE, floor=floor), lr)
     with pytest.raises(UserError, match=r"There are standard with 0.001 and 0.002: choose one"):
         scaling_of([str(tmp_path)])
-    for function in (scaling_of, write_report):
-        with pytest.raises(UserError, match=f"folders takes a list; got '{tmp_path}': write"):
-            function(str(tmp_path))
+    assert write_report(str(tmp_path)) == tmp_path / "report.html"
     for lr, floor in (("best", 1.2), (0.002, 1.3)):
         (scaling,) = scaling_of([str(tmp_path)], lr=lr)
         assert scaling.fit.floor == pytest.approx(floor, rel=0.01)

@@ -10,9 +10,9 @@ from tinyrun import STEPS, checkpoint_of, fingerprint, logged, records, saved_st
 
 from headwater.errors import UserError
 from headwater.models import Decoder
+from headwater.runs.files import read_json
 from headwater.runs.settings import TrainSettings
 from headwater.train.checkpoint.folder import damage
-from headwater.train.files import read_json
 from headwater.train.loop import train
 from headwater.train.monitor.bad_steps import Skips
 
@@ -96,7 +96,7 @@ def test_a_loss_spike_is_left_out_and_a_resumed_run_decides_alike(tmp_path, monk
 
 @pytest.mark.parametrize("loss", [9.01, 0.0])
 def test_a_run_that_no_longer_learns_stops_unless_it_has_learned_all(loss, tmp_path, monkeypatch):
-    """As where the stream has overflowed: a norm then makes zeros of it, and the loss is that of a guess."""
+    """A stream that has overflowed does this: a norm makes zeros of it, and the loss is that of a guess."""
     bad_steps(monkeypatch, *range(8, STEPS + 1), factor=0.0, loss=loss)
     config, out = tiny(tmp_path, log_every=4), tmp_path / "run"
     if not loss:

@@ -19,12 +19,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from headwater.cli import main
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
+from headwater.runs.files import read_json
 from headwater.runs.settings import load_file
 from headwater.train.checkpoint import folder as checkpoint
 from headwater.train.checkpoint import storage
 from headwater.train.data.dataset import prepare
 from headwater.train.data.tokenizer import BPETokenizer
-from headwater.train.files import read_json, write_json
+from headwater.train.files import write_json
 from headwater.train.load import load_run
 from headwater.train.loop import accumulate, train, update
 from headwater.train.monitor.metrics import MetricsLog

@@ -7,12 +7,12 @@ import pytest
 from tinyrun import changed, checkpoint_of, fingerprint, tiny
 
 from headwater.errors import Interrupted, UserError
-from headwater.runs.files import with_hash
+from headwater.runs.files import read_json, with_hash
 from headwater.runs.groups import group_runs
 from headwater.runs.record import read_runs
 from headwater.train import compare, loop, train
 from headwater.train.data.dataset import prepare
-from headwater.train.files import read_json, write_json
+from headwater.train.files import write_json
 
 
 def compared(config, out, residuals=("standard",), seeds=(0,), **options):

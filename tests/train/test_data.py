@@ -133,7 +133,7 @@ def test_a_text_that_is_shorter_than_the_context_is_refused(corpus, tokenise):
 def test_a_folder_is_read_in_the_order_of_names_without_what_is_hidden(
     corpus, tokenise, capsys, monkeypatch
 ):
-    """What is left out, what takes long and what was found is said once: when the text is tokenised."""
+    """Messages on files and tokens come once: when the text is tokenised."""
     monkeypatch.setattr(dataset, "LARGE", 1000)
     for name in ("page.html", "other.HTML.gz", "table.csv", "README", ".hidden.txt"):
         (corpus / name).write_text("not read")
@@ -165,7 +165,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 
 
 def test_a_long_document_takes_a_few_times_its_size(tmp_path):
-    """In memory, with all that is made of it on the way to the disk."""
+    """The memory counts all that is made of it on the way to the disk."""
     line, size = b"a line of a long document, as there are many\n", 30_000_000
     source = tmp_path / "long.txt.zst"
     source.write_bytes(zstandard.ZstdCompressor().compress(line * (size // len(line))))

@@ -57,7 +57,7 @@ def test_the_judge_on_the_device_decides_as_the_one_on_the_host(window):
 
 
 def test_a_resumed_judge_has_the_last_losses_at_the_end_of_its_window():
-    """With fewer losses than the window holds, the next ones follow them: the oldest leave first."""
+    """The next losses follow them, and the oldest leave first."""
     settings = TrainSettings(skip_spikes=3, spike_window=4)
     judge = Judge(Skips(losses=[1.0, 2.0]), settings, torch.device("cpu"))
     for loss in (3.0, 4.0):
@@ -133,32 +133,32 @@ def biases_of(run) -> torch.Tensor:
 def test_muon_in_batches_is_torchs_and_leaves_bad_steps_out():
     torch.manual_seed(0)
     start = [torch.randn(shape) for shape in [(8, 4), (4, 8), (8, 4), (6, 6)]]
-    mine, theirs = ([torch.nn.Parameter(value.clone()) for value in start] for _ in range(2))
+    ours, torchs = ([torch.nn.Parameter(value.clone()) for value in start] for _ in range(2))
     options = {"lr": 0.02, "weight_decay": 5.0, "momentum": 0.8, "adjust_lr_fn": "match_rms_adamw"}
-    batched, plain = BatchedMuon(mine, **options), torch.optim.Muon(theirs, **options)
+    batched, plain = BatchedMuon(ours, **options), torch.optim.Muon(torchs, **options)
     batched.found_inf = torch.zeros(())
 
     def everything() -> torch.Tensor:
-        momenta = [batched.state[p]["momentum_buffer"] for p in mine]
-        return torch.cat([tensor.detach().flatten() for tensor in (*mine, *momenta)])
+        momenta = [batched.state[p]["momentum_buffer"] for p in ours]
+        return torch.cat([tensor.detach().flatten() for tensor in (*ours, *momenta)])
 
     for number in range(4):
-        for ours, other in zip(mine, theirs, strict=True):
-            ours.grad = torch.randn(ours.shape)
-            other.grad = ours.grad.clone()
+        for parameter, other in zip(ours, torchs, strict=True):
+            parameter.grad = torch.randn(parameter.shape)
+            other.grad = parameter.grad.clone()
         if number == 2:
             before = everything()
-            mine[0].grad.fill_(math.nan)
+            ours[0].grad.fill_(math.nan)
             batched.found_inf.fill_(1)
             batched.step()
             batched.found_inf.fill_(0)
             assert torch.equal(everything(), before)
-            mine[0].grad = theirs[0].grad.clone()
+            ours[0].grad = torchs[0].grad.clone()
         batched.step()
         plain.step()
-        for ours, other in zip(mine, theirs, strict=True):
+        for parameter, other in zip(ours, torchs, strict=True):
             # The iteration is in bf16
-            torch.testing.assert_close(ours, other, atol=2e-3, rtol=2e-2)
+            torch.testing.assert_close(parameter, other, atol=2e-3, rtol=2e-2)
 
 
 def gpu(tmp_path, **changes):
@@ -201,8 +201,8 @@ def test_an_evaluation_rounds_as_a_step_does(tmp_path, residual):
         runs[1].whole.head.weight.mul_(20)
     windows = host_windows(runs[1], 1, 0).cuda()
     with half_precision(runs[1].device, cached=False):
-        plain, mine = (run.hidden(windows[:, :-1]) for run in runs)
-    assert mine.dtype == plain.dtype
+        plain, hidden = (run.hidden(windows[:, :-1]) for run in runs)
+    assert hidden.dtype == plain.dtype
     step = DeviceStep(runs[1], partial(host_windows, runs[1]), graph=False, say=print)
     step.tokens.copy_(windows)
     losses = step.losses(windows)

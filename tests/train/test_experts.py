@@ -15,12 +15,13 @@ from tinyrun import checkpoint_of, fingerprint, go_back, logged, read_all, recor
 from headwater.analyze.report import write_report
 from headwater.errors import UserError
 from headwater.models.moe import routers
+from headwater.runs.files import read_json
 from headwater.runs.settings import Config
 from headwater.train import load_run, train
 from headwater.train.distributed.fsdp import gather
 from headwater.train.distributed.plan import footprint, make_plan
 from headwater.train.distributed.ranks import join
-from headwater.train.files import read_json, write_json
+from headwater.train.files import write_json
 from headwater.train.loop import accumulate, evaluate, update
 from headwater.train.muon import StackedMuon
 from headwater.train.run import begin, save, with_vocabulary

@@ -1,4 +1,4 @@
-"""What a run folder survives: a log with lines that are no records, and a second process."""
+"""A run folder survives a log with lines that are no records, and a second process."""
 
 import json
 import os

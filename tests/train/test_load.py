@@ -33,9 +33,9 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path):
         expected = dict(trained)
         if residual == "attnres-block":
             fresh = begun(changed(asked, init_from=""), tmp_path / "fresh").named_parameters()
-            own = {key: value for key, value in fresh if key.startswith("residual.")}
-            assert own
-            expected |= own
+            starts = {key: value for key, value in fresh if key.startswith("residual.")}
+            assert starts
+            expected |= starts
         for key, parameter in begun(asked, tmp_path / residual).named_parameters():
             assert torch.equal(parameter, expected[key]), (residual, key)
     absent = tmp_path / "absent"

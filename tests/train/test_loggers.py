@@ -93,15 +93,15 @@ def test_the_picture_of_a_map():
 
 
 def test_wandb_is_told_everything_and_goes_on_under_the_same_name(tmp_path, monkeypatch):
-    told = {}
+    values_told = {}
 
     def log(values, step):
-        told.update({(name, step): value for name, value in values.items()})
+        values_told.update({(name, step): value for name, value in values.items()})
 
     fake = fake_wandb(monkeypatch, log)
     config, out = tiny(tmp_path, wandb="rivers"), tmp_path / "run"
     train(config, out)
-    assert told == numbers(out)
+    assert values_told == numbers(out)
     assert fake.finished == 1
     (out / "summary.json").unlink()
     train(config, out, resume=True)

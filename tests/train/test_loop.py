@@ -75,7 +75,7 @@ def test_every_residual_trains_logs_and_resumes(tmp_path, residual):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
 def test_resume_is_bitwise_on_a_gpu(tmp_path, async_save):
-    """In bf16 and with deterministic kernels; steps beyond the cut repeat those of the undisturbed run."""
+    """The run is in bf16 and has deterministic kernels; steps beyond the cut repeat those of the undisturbed run."""
     config = tiny(tmp_path, device="cuda", async_save=async_save)
     train(config, tmp_path / "whole")
     with power_cut(8):
@@ -95,7 +95,7 @@ def test_a_run_without_checkpoints_begins_anew_and_says_so(run_folder, capsys):
 
 
 def test_a_run_is_taken_further_than_planned_and_says_so(tmp_path, capsys):
-    """With wsd the rate is the plain one until the decay: a run that has not decayed yet goes on bitwise as if it had
+    """The rate of wsd is the plain one until the decay: a run that has not decayed yet goes on bitwise as if it had
     been planned so."""
     config = tiny(tmp_path, schedule="wsd", decay=0.0)
     longer = changed(config, steps=24)
@@ -195,7 +195,7 @@ def test_wall_clock_and_memory_go_on_where_a_run_is_resumed(tmp_path):
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 def test_bits_per_byte_of_a_model_that_knows_nothing(tmp_path, tokenizer):
-    """With every logit zero each token costs log2(vocab) bits, however many bytes it stands for."""
+    """Every logit is zero, so a token costs log2(vocab) bits, however many bytes it stands for."""
     config = tiny(tmp_path, tokenizer=tokenizer, bpe_vocab=300)
     run = begin(config, tmp_path / "run", resume=False)
     with torch.no_grad():

@@ -91,12 +91,14 @@ def texts(outputs) -> list[str]:
 
 
 def test_a_run_in_a_thread_of_its_own(tmp_path):
-    """Where Python refuses handlers of signals."""
-    found = []
-    thread = threading.Thread(target=lambda: found.append(train(tiny(tmp_path), tmp_path / "run")))
+    """Python refuses handlers of signals there."""
+    results = []
+    thread = threading.Thread(
+        target=lambda: results.append(train(tiny(tmp_path), tmp_path / "run"))
+    )
     thread.start()
     thread.join()
-    assert [result.steps for result in found] == [12]
+    assert [result.steps for result in results] == [12]
 
 
 def test_nothing_is_printed_where_nobody_looks(tmp_path, monkeypatch, capsys):

@@ -91,7 +91,7 @@ def test_schedules(settings, expected):
 
 @pytest.mark.parametrize("size", [0.25, 40.0])
 def test_clipping_lowers_what_is_too_large_and_nothing_else(size):
-    """As torch does; a norm below the limit stays."""
+    """Torch does the same; a norm below the limit stays."""
     torch.manual_seed(0)
     layer, expected = nn.Linear(3, 2), nn.Linear(3, 2)
     for parameter, other in zip(layer.parameters(), expected.parameters()):

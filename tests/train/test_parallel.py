@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 from tinyrun import changed, tiny
 
 from headwater.models import Decoder, ModelConfig
+from headwater.runs.files import read_json
 from headwater.runs.settings import Config, ParallelSettings
 from headwater.stages import States
 from headwater.train.checkpoint.folder import load_model
 from headwater.train.distributed import pipeline
 from headwater.train.distributed.fsdp import clip, fetched_together, gather
 from headwater.train.distributed.ranks import Ranks, join
-from headwater.train.files import read_json
 from headwater.train.loop import accumulate, depth_gradients, evaluate, update
 from headwater.train.run import Run, begin, save
 
@@ -149,7 +149,7 @@ def follow(run: Run, steps: int) -> dict[str, Any]:
 
 
 def measure(run: Run) -> dict[str, Any]:
-    """Of gradients that are there: the norm, that of each sublayer, and what clipping to half of it leaves."""
+    """The norm of the gradients, the norm of each sublayer, and the norm after clipping to half of it."""
     norm, depth = run.ranks.gradient_norm(run.model), depth_gradients(run)
     clip(run.model, norm, norm / 2)
     return {"norm": norm, "depth": depth, "clipped": run.ranks.gradient_norm(run.model)}
@@ -198,13 +198,13 @@ def work(jobs: list[tuple[Case, Config, Path]]) -> None:
 
 
 def trace_once(trace: Callable[..., States]) -> Callable[..., States]:
-    """What crosses cuts takes seconds to find: many layouts cut one model, and one rank finds it for all."""
+    """The states at cuts take seconds to find: many layouts cut one model, and one rank finds it for all."""
 
     @functools.cache
     def traced(*arguments: Any) -> States:
-        found = [trace(*arguments) if torch.distributed.get_rank() == 0 else None]
-        torch.distributed.broadcast_object_list(found)
-        return cast(States, found[0])
+        states = [trace(*arguments) if torch.distributed.get_rank() == 0 else None]
+        torch.distributed.broadcast_object_list(states)
+        return cast(States, states[0])
 
     return traced
 
@@ -291,7 +291,7 @@ def furthest(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OF_MUON, ids=str)
 def test_muon_orthogonalises_whole_matrices(folder, alone, case):
-    """In fp32 the weights are those of one process; in bf16 they are as close to what fp32 gives as its weights are."""
+    """The weights in fp32 are those of one process; in bf16 they are as close to what fp32 gives as its weights are."""
     weights = load_file(folder / str(case) / "weights.safetensors")
     expected = alone(case)[1]["weights"]
     if case.muon == "fp32":

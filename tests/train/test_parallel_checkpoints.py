@@ -20,11 +20,11 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 from headwater.cli import main
 from headwater.errors import UserError
+from headwater.runs.files import read_json
 from headwater.runs.settings import Config, ParallelSettings, load_file
 from headwater.train.checkpoint import folder as checkpoint
 from headwater.train.checkpoint import storage as shards
 from headwater.train.distributed.ranks import join
-from headwater.train.files import read_json
 from headwater.train.loop import train
 from headwater.train.run import begin, save, with_vocabulary
 
@@ -200,7 +200,7 @@ def test_any_division_of_a_tensor_is_read_by_any_other(folder):
 
 
 def config_of(folder: Path) -> Config:
-    """As `settings`, without touching the corpus, whose times name its cache."""
+    """The same as `settings`, but the corpus is not touched, whose times name its cache."""
     return replace(load_file(folder / "four"), parallel=ParallelSettings())
 
 
@@ -243,7 +243,7 @@ class Payload:
 
 @pytest.mark.slow
 def test_planted_pickles_never_run(folder, tmp_path):
-    """In place of each file, with a manifest that vouches for it, and beside them under the names others use."""
+    """A pickle stands for each file, with a manifest that vouches for it, and under the names that others use."""
     refused = (UserError, SafetensorError)  # the latter of a file that is vouched for and is none
     mark = tmp_path / "mark"
     payload = pickle.dumps(Payload(mark))

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank is met by all: a bad number, a signal, a killed worker, a rank that hangs."""
+"""All ranks meet what goes wrong on one rank: a bad number, a signal, a killed worker, a rank that hangs."""
 
 import math
 import os
@@ -17,12 +17,12 @@ from tinyrun import changed, checkpoint_of, flags, logged, records, saved_steps,
 
 from headwater.errors import Interrupted, UserError
 from headwater.models import Decoder
+from headwater.runs.files import read_json
 from headwater.runs.settings import Config
 from headwater.train import loop, run
 from headwater.train.checkpoint import folder as checkpoint
 from headwater.train.distributed.parts import local
 from headwater.train.distributed.ranks import Ranks, join
-from headwater.train.files import read_json
 from headwater.train.loop import train
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]

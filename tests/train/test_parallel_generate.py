@@ -61,7 +61,7 @@ def reader_of(engine, prompts, chunk=None):
 
 
 def shared_reader(engine, prompts, chunk=None):
-    """What reads on each rank, below the agreement on tokens."""
+    """The reader of each rank, below the agreement on tokens."""
     return reader_of(engine, prompts, chunk).reader
 
 

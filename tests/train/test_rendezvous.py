@@ -1,4 +1,4 @@
-"""What the attempts of one torchrun know of each other, over a store that outlives them; real ones are in
+"""Attempts of one torchrun know of each other over a store that outlives them; real ones are in
 test_parallel_faults.py."""
 
 import json
@@ -36,7 +36,7 @@ def launched(monkeypatch, store: dist.Store) -> None:
 
 
 def test_a_restart_goes_on_with_its_own_run_and_refuses_any_other(tmp_path, monkeypatch):
-    """Without --resume, which torchrun does not add; a count of restarts would not tell the two apart."""
+    """Torchrun adds no --resume; a count of restarts would not tell the two apart."""
     config, out = tiny(tmp_path), tmp_path / "run"
     store = dist.HashStore()
     launched(monkeypatch, store)

@@ -10,11 +10,11 @@ from tinyrun import STEPS, changed, fingerprint, go_back, tiny, write_corpus
 
 from headwater.errors import UserError
 from headwater.models import Decoder, ModelConfig
+from headwater.runs.files import read_json
 from headwater.runs.results import TrainResult, code_of
 from headwater.runs.settings import load_file
 from headwater.train import compare, load_run, study
 from headwater.train.data.dataset import prepare
-from headwater.train.files import read_json
 from headwater.train.loop import train
 from headwater.train.run import begin, compile_mode
 

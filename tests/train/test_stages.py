@@ -70,7 +70,7 @@ def test_cuts_are_even_or_as_asked():
     ],
 )
 def test_a_batch_that_the_ranks_cannot_share_is_refused(batch, micros, data, layout, advice):
-    """With a number that would do; torch's own message names no flag."""
+    """The message has a number that would do; torch's own message names no flag."""
     config = changed(Config(), batch_size=batch, accumulate=micros, **layout)
     if advice:
         with pytest.raises(UserError, match=advice):
@@ -148,7 +148,7 @@ def test_stages_of_a_tied_model_hold_each_parameter_once_and_the_embedding_twice
 
 @pytest.mark.parametrize("residual", SPECS)
 def test_a_residual_alone_is_traced_as_in_a_decoder(residual):
-    """Which tensors are the same at two places is a property of the residual."""
+    """The residual decides which tensors are the same at two places."""
     alone = depth(12, residual)
     if residual.partition(":")[0] in ("attnres-routed", "deepcrossattention", "muddformer"):
         with pytest.raises(ValueError, match="three inputs"):

@@ -14,10 +14,10 @@ from tinyrun import changed, go_back, tiny, write_corpus
 from headwater.cli import main
 from headwater.errors import UserError
 from headwater.residuals import StandardResidual, register
-from headwater.runs.files import with_hash
+from headwater.runs.files import read_json, with_hash
 from headwater.train import StudyResult, load_file, study
 from headwater.train.data.dataset import prepare
-from headwater.train.files import read_json, write_json
+from headwater.train.files import write_json
 from headwater.train.loop import train
 from headwater.train.recipes import prepared, read_recipe, steps_for
 from headwater.train.studies import describe, operations
@@ -74,7 +74,7 @@ def append(recipe, text):
 
 
 def look(recipe, out):
-    """How the study stands; nothing is started."""
+    """Ask how the study stands; nothing is started."""
     return study(recipe, out, minutes=0, progress=False)
 
 
@@ -147,7 +147,7 @@ def test_a_recipe_that_does_not_fit_says_what_does(tmp_path, text, message):
 
 @pytest.fixture
 def weights_at_starts(out, monkeypatch):
-    """How many runs have weights whenever a run begins."""
+    """The number of runs with weights, each time that a run begins."""
     counts = []
 
     class Watched(Forked):
@@ -268,7 +268,7 @@ def test_a_name_stays_inside_runs_and_is_never_too_long(recipe, tmp_path, monkey
 
 @pytest.mark.parametrize("there", ["compare.json", "a text.txt"])
 def test_a_study_begins_in_a_folder_of_its_own(recipe, out, there):
-    """In one of a comparison or a run it would write over their table, and reports would mix them."""
+    """A study in the folder of a comparison or a run would write over their table, and reports would mix them."""
     (out / "runs").mkdir(parents=True)
     (out / there).write_text("{}")
     with pytest.raises(UserError, match=rf"holds something else \({there}\), and a study needs"):
@@ -294,7 +294,7 @@ def work_of(recipe):
 
 
 def test_a_class_that_has_changed_since_is_looked_at_again(recipe):
-    """As in a notebook, whose cell registers it anew between two calls."""
+    """A cell of a notebook registers it anew between two calls."""
     change(recipe, '"attnres-block:block=2"', '"from-elsewhere"')
     work = []
     for flops in (10, 1000):

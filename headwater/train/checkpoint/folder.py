@@ -19,6 +19,7 @@ from torch import nn
 from headwater.errors import UserError, spell, user_values
 from headwater.folders import hash_file, sync
 from headwater.models import Decoder, ModelConfig
+from headwater.runs.files import read_json
 from headwater.train.checkpoint import storage as shards
 from headwater.train.checkpoint.contents import Optimizers, fill, fill_model
 from headwater.train.checkpoint.storage import Hashes, Tensors
@@ -27,7 +28,7 @@ from headwater.train.data.tokenizer import Tokenizer, hash_of, load_tokenizer
 from headwater.train.differences import differences
 from headwater.train.distributed.parts import local
 from headwater.train.distributed.ranks import Ranks
-from headwater.train.files import encode_json, read_json, seal, unseal
+from headwater.train.files import encode_json, seal, unseal
 
 STEP_FOLDER = re.compile(r"step-(\d+)")
 MANIFEST = "manifest.json"

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from headwater.folders import write_file
-from headwater.train.files import read_json
+from headwater.runs.files import read_json
 
 INDEX = "index.json"
 DTYPES = {

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from headwater._torch import storage_key, without_data
-from headwater.errors import UserError, spell
+from headwater.errors import spell
 from headwater.models import Decoder, ModelConfig
 from headwater.residuals import Norm, Read, Residual, State, Watcher, build, watched
 from headwater.residuals.base import sublayer_of
 from headwater.runs.settings import Config
 from headwater.stages import States, hops, name_states
-from headwater.train.distributed.ranks import shards_of
+from headwater.train.distributed.ranks import data_ranks, shards_of
 from headwater.train.distributed.stages import cut, one_pass, windows_per_micro
 from headwater.train.distributed.tensor_parallel import (
     Exchange,
@@ -210,14 +210,8 @@ def make_plan(config: Config, model: ModelConfig, world: int, *, half: bool, fus
     pipeline, tensor = settings.pipeline, settings.tensor
     # As a run without a row has it
     chunks, cuts = (settings.chunks, settings.cuts) if pipeline > 1 else (1, ())
-    # Ranks that are neither in a row nor share a window see other windows.
-    data, rest = divmod(world, pipeline * tensor)
-    if rest or data < 1:
-        raise UserError(
-            f"the number of ranks must be a multiple of parallel.pipeline ({pipeline}) times parallel.tensor "
-            f"({tensor}), 1 or more; got {spell('world')} {world}"
-        )
     # What the run itself would refuse is refused here.
+    data = data_ranks(settings, world)
     windows = windows_per_micro(config, data)
     shards = shards_of(settings, data)
     if tensor > 1:

@@ -166,17 +166,9 @@ def join(settings: ParallelSettings, device: torch.device, *, alone: bool = True
     """
     # torchrun says how many processes there are.
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    row = settings.pipeline * settings.tensor
-    if world % row:
-        alone_settings = f"{spell('parallel.pipeline')} 1 {spell('parallel.tensor')} 1"
-        raise UserError(
-            f"parallel.pipeline ({settings.pipeline}) times parallel.tensor ({settings.tensor}) must divide the number "
-            f"of processes, {world}. Start them with: torchrun --nproc-per-node {row} -m headwater.cli train ... "
-            f"A run resumed by one process needs {alone_settings}"
-        )
+    data = data_ranks(settings, world)
     if world == 1 and alone:
         return Ranks()
-    data = world // row
     shards = shards_of(settings, data)
     if not dist.is_initialized():
         connect("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
@@ -212,6 +204,19 @@ def refuse_unequal(values: dict[str, Any]) -> None:
             f"the ranks do not run the same:\n  {listing}\nStart all of them with the same settings, text, headwater "
             "and torch"
         )
+
+
+def data_ranks(settings: ParallelSettings, world: int) -> int:
+    """Ranks that see other windows: those that are neither in a row of the pipeline nor share a window."""
+    row = settings.pipeline * settings.tensor
+    if world % row:
+        alone = f"{spell('parallel.pipeline')} 1 {spell('parallel.tensor')} 1"
+        raise UserError(
+            f"parallel.pipeline ({settings.pipeline}) times parallel.tensor ({settings.tensor}) must divide the number "
+            f"of processes, {world}. Start them with: torchrun --nproc-per-node {row} -m headwater.cli train ... "
+            f"A run resumed by one process needs {alone}"
+        )
+    return world // row
 
 
 def shards_of(settings: ParallelSettings, data: int) -> int:
