@@ -242,7 +242,6 @@ def test_search_from_disk_finds_the_page_of_a_question_first(site, visit):
 
 
 SEARCHES = {
-    "sinkhorn": "mhc",
     "out of memory": "guides/troubleshooting",
     "NaN": "guides/troubleshooting",
     "LoRA": "guides/huggingface",
