@@ -124,16 +124,52 @@ def growing(sources, queries, keys, norm, backend):
     return merge(y, partial, out, lse, queries[0], keys[0], norm, **options)
 
 
+def leaves_of(tensors, dtype=None):
+    """Copies that have a gradient, in a dtype or each in its own."""
+    return [t.to(dtype or t.dtype).detach().requires_grad_() for t in tensors]
+
+
+def with_gradients(outputs, leaves, seeds):
+    """Outputs, and the gradients of the leaves that have a part in them."""
+    along = [seed.to(output) for seed, output in zip(seeds, outputs)]
+    gradients = torch.autograd.grad(outputs, leaves, along, allow_unused=True)
+    return [*outputs, *(g for g in gradients if g is not None)]
+
+
+def check_against_fp64(run, inputs, seeds, *arguments, spare=1e-5):
+    """The kernels' results, which are as exact as plain PyTorch's.
+
+    `run` takes the inputs, the seeds, the arguments and a backend; unwritten memory is NaN.
+    """
+    with poisoned():
+        values = run(inputs, seeds, *arguments, "triton")
+    plain = run(inputs, seeds, *arguments, "reference")
+    exact = run([t.double() for t in inputs], seeds, *arguments, "reference")
+    assert_as_exact(values, plain, exact, spare)
+    return values
+
+
+def saved_for_backward(function):
+    """The tensors that a function's backward keeps."""
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function()
+    return saved
+
+
 def run(function, inputs, backend, dtype, seeds=None):
     """Outputs and the gradients of every input, of which the first ones are the sources."""
-    leaves = [t.to(dtype).detach().requires_grad_() for t in inputs]
+    leaves = leaves_of(inputs, dtype)
     *sources, queries, keys, norm = leaves
     outputs = function(sources, queries, keys, norm, backend)
     if seeds is None:
         seeds = seeds_of(outputs, inputs[0])
-    along = [seed.to(output.dtype) for seed, output in zip(seeds, outputs)]
-    gradients = torch.autograd.grad(outputs, leaves, along, allow_unused=True)
-    return [*outputs, *(g for g in gradients if g is not None)], seeds
+    return with_gradients(outputs, leaves, seeds), seeds
 
 
 def seeds_of(outputs, like):
@@ -210,10 +246,9 @@ def measured(value, plain, truth):
 
 def results(function, x, dtype):
     """Outputs of a function of one tensor, and its gradient."""
-    leaf = x.to(dtype).detach().requires_grad_()
-    outputs = function(leaf)
-    along = [seed.to(output.dtype) for seed, output in zip(seeds_of(outputs, x), outputs)]
-    return [*outputs, *torch.autograd.grad(outputs, leaf, along)]
+    leaves = leaves_of([x], dtype)
+    outputs = function(*leaves)
+    return with_gradients(outputs, leaves, seeds_of(outputs, x))
 
 
 def excess(function, x):
@@ -287,7 +322,7 @@ def replay(spec, tensors, dtype=torch.float32, compiled=None, unused=False):
     residual = build(spec, tensors[0].shape[-1], len(tensors) - 1)
     for p in residual.parameters():
         torch.nn.init.normal_(p, std=0.3)
-    residual, leaves = residual.to(dtype), [t.to(dtype).requires_grad_() for t in tensors]
+    residual, leaves = residual.to(dtype), leaves_of(tensors, dtype)
 
     def forward(x, *outputs):
         state, reads = residual.begin(x), []

@@ -23,13 +23,7 @@ two_gpus = [
 ]
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8], [9, 10, 11]]
 ROWS = 3
-FUSED = [
-    "standard",
-    "attnres-full",
-    "attnres-block:block=2",
-    "attnres-block:block=3",
-    "attnres-block:block=8",
-]
+FUSED = ["standard", "attnres-full", *(f"attnres-block:block={size}" for size in (2, 3, 8))]
 SHAPES = {"": {}, "qk_norm": {"qk_norm": True}, "tied": {"tie_embeddings": True}}
 
 
@@ -61,8 +55,7 @@ def step_over(model, cache, backend):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("spec", FUSED)
 def test_the_fused_step_computes_the_forward_pass(spec, shape):
-    """Over the references of its parts, in fp64, so that an error of the plan cannot hide; caches
-    included."""
+    """Over the references of its parts, in fp64, so that no error of the plan hides; with caches."""
     model = model_of(spec, scatter=True, **SHAPES[shape]).double().eval()
     fused_cache, cache = (cache_of(model, PROMPTS) for _ in range(2))
     fused, general = step_over(model, fused_cache, "reference"), GeneralStep(model, cache)
@@ -77,9 +70,8 @@ def test_the_fused_step_computes_the_forward_pass(spec, shape):
 
 
 @pytest.mark.skipif(GPU, reason="the interpreter is off where there is a GPU")
-@pytest.mark.parametrize(
-    ("rows", "launched"), [(1, 1 + 2 * 5 + 1), (2, 1 + 2 * 7 + 2)]
-)  # embedding, layers, head
+# Launches of the embedding, the layers and the head.
+@pytest.mark.parametrize(("rows", "launched"), [(1, 1 + 2 * 5 + 1), (2, 1 + 2 * 7 + 2)])
 def test_the_fused_step_over_its_kernels(rows, launched, monkeypatch):
     pytest.importorskip("triton", reason="the kernels need triton")
     from headwater.ops.decode import attention, projection, span, token
@@ -94,12 +86,12 @@ def test_the_fused_step_over_its_kernels(rows, launched, monkeypatch):
     for part in (attention, projection, span, token):
         monkeypatch.setattr(part, "launch", counted)
     model = model_of("attnres-block:block=3", scatter=True, layers=2).eval()
-    logits = {}
+    logits = []
     with torch.no_grad():
         for backend in ("triton", "reference"):
             step = step_over(model, cache_of(model, PROMPTS[:rows]), backend)
-            logits[backend] = step(torch.tensor([3, 4][:rows]))
-    torch.testing.assert_close(logits["triton"], logits["reference"], atol=2e-5, rtol=2e-5)
+            logits.append(step(torch.arange(3, 3 + rows)))
+    torch.testing.assert_close(*logits, atol=2e-5, rtol=2e-5)
     assert len(launches) == launched + 2  # and one for each block
 
 
@@ -108,10 +100,8 @@ def test_residuals_without_a_form_for_one_token():
     for spec in ("mhc", "attnres-block:heads=2", "attnres-block:backend=reference"):
         assert model_of(spec).residual.one_token(stream, "auto") is None
 
-    class Own(StandardResidual):
-        pass
-
-    assert Own(32, 8).one_token(stream, "auto") is None
+    subclass = type("Mine", (StandardResidual,), {})
+    assert subclass(32, 8).one_token(stream, "auto") is None
 
 
 def test_parts_that_kernels_cannot_read():

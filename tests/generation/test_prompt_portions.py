@@ -13,8 +13,10 @@ from headwater.models import Decoder
 
 
 def test_portions_fit_the_free_memory():
-    """Half of what is free beside the cache; the whole prompt where it fits; and never so little
-    that a GPU would only read weights."""
+    """Half of what is free beside the cache; the whole prompt where it fits.
+
+    And never so little that a GPU would only read weights.
+    """
     model = model_of("attnres-block:block=2", context=10**6)
     per_token, cache = bytes_per_token(model), cache_bytes(model, 2, 10000)
     # Rows, tokens, layers, keys and values of two heads of 8, fp32.
@@ -57,12 +59,12 @@ def test_the_free_memory_decides(monkeypatch):
         devices.append(device.type)
         return 0
 
-    def noted(self, tokens, *args, **options):
+    def counted(self, tokens, *args, **options):
         lengths.append(tokens.shape[1])
         return hidden(self, tokens, *args, **options)
 
     monkeypatch.setattr(prompt_portions, "free_bytes", no_memory)
-    monkeypatch.setattr(Decoder, "hidden", noted)
+    monkeypatch.setattr(Decoder, "hidden", counted)
     monkeypatch.setattr(prompt_portions, "LEAST", 4)
     generate(model, [[1] * 10], 2, temperature=0.0)
     assert devices == ["cpu"]

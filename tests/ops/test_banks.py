@@ -10,12 +10,13 @@ from kernel_cases import (
     UNFUSED,
     assert_all_close,
     assert_all_equal,
-    assert_as_exact,
     assert_first_order,
+    check_against_fp64,
     error,
     interpreted,
+    leaves_of,
     needs_gpu,
-    poisoned,
+    with_gradients,
 )
 
 from headwater.ops.banks import mix_bank, project_source
@@ -50,35 +51,23 @@ def draw(count, ways, dim, tokens, form, dtype=torch.float32, device=HERE):
     return [*bank, *weights, *downs], seeds
 
 
-def run(inputs, seeds, form, backend, dtype=None):
+def run(inputs, seeds, form, backend):
     """Values and gradients of three reads of one bank, which grows by the results.
 
     Weights of a token depend on the newest tensor.
     """
-    leaves = [t.to(dtype or t.dtype).detach().requires_grad_() for t in inputs]
+    leaves = leaves_of(inputs)
     bank, weights, downs = leaves[: -2 * READS], leaves[-2 * READS : -READS], leaves[-READS:]
     outputs = []
     for k, (way, down) in enumerate(zip(weights, downs)):
         if form == "each":
             z, newest = project_source(bank[-1], down, backend=backend)
-            way = way + 0.3 * z.tanh().unflatten(-1, way.shape[-2:])
+            way = way + 0.3 * z.tanh().view_as(way)
             bank = [*bank[:-1], newest]
         sums, bank = mix_bank(bank, way, thread=k < READS - 1, backend=backend)
         outputs += sums
         bank = [*bank, 0.5 * sums[0] - 0.2 * sums[-1]]
-    along = [seed.to(output.dtype) for seed, output in zip(seeds, outputs, strict=True)]
-    gradients = torch.autograd.grad(outputs, leaves, along, allow_unused=True)
-    return [*outputs, *(g for g in gradients if g is not None)]
-
-
-def check(inputs, seeds, form):
-    """The kernels' results, which are as exact as plain PyTorch's."""
-    with poisoned():
-        values = run(inputs, seeds, form, "triton")
-    plain = run(inputs, seeds, form, "reference")
-    truth = run([t.double() for t in inputs], seeds, form, "reference", torch.float64)
-    assert_as_exact(values, plain, truth)
-    return values
+    return with_gradients(outputs, leaves, seeds)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -86,7 +75,8 @@ def check(inputs, seeds, form):
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_kernels_are_as_exact_as_plain_pytorch(device, count, ways, dim, tokens, form, dtype):
     before = launches.copy()
-    values = check(*draw(count, ways, dim, tokens, form, dtype, device), form)
+    inputs, seeds = draw(count, ways, dim, tokens, form, dtype, device)
+    values = check_against_fp64(run, inputs, seeds, form)
     ran = launches - before
     assert ran["mix_bank"] == ran["mix_bank_backward"] == READS
     assert ran["score"] == ran["score_backward"] == (READS if form == "each" else 0)
@@ -108,16 +98,17 @@ def test_the_kernels_are_as_exact_as_plain_pytorch(device, count, ways, dim, tok
 )
 def test_many_tokens_are_as_exact_and_repeat_bit_by_bit(count, ways, dim, form, dtype):
     inputs, seeds = draw(count, ways, dim, (2, 750), form, dtype)
-    values = check(inputs, seeds, form)
+    values = check_against_fp64(run, inputs, seeds, form)
     for _ in range(10):
         assert_all_equal(values, run(inputs, seeds, form, "triton"))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("weights", [torch.eye(4)[-1:], torch.eye(4)[-1:].expand(3, 1, 4)])
-def test_a_weight_of_one_gives_its_tensor_exactly(device, weights):
-    bank = [torch.randn(3, 20, dtype=torch.bfloat16, device=device) for _ in range(4)]
-    sums, again = mix_bank(bank, weights.to(device), backend="triton")
+@pytest.mark.parametrize("lead", [(), (3,)])
+def test_a_weight_of_one_gives_its_tensor_exactly(device, lead):
+    bank = [*torch.randn(4, 3, 20, device=device).bfloat16()]
+    weights = torch.eye(4, device=device)[-1:].expand(*lead, 1, 4)
+    sums, again = mix_bank(bank, weights, backend="triton")
     assert_all_equal((*sums, *again), (bank[-1], *bank))
 
 
@@ -128,14 +119,13 @@ def test_what_is_left_unused_has_no_part_in_the_gradient(used, device):
     inputs, seeds = draw(3, 2, 20, (3,), "each", device=device)
 
     def results(backend, dtype):
-        *bank, weights = leaves = [t.to(dtype).detach().requires_grad_() for t in inputs[:4]]
+        *bank, weights = leaves = leaves_of(inputs[:4], dtype)
         sums, again = mix_bank(bank, weights, backend=backend)
-        outputs = [(*sums, again[1])[k] for k in used]
-        along = [seeds[k].to(dtype) for k in used]
-        return torch.autograd.grad(outputs, leaves, along, allow_unused=True)
+        outputs = (*sums, again[1])
+        return with_gradients([outputs[k] for k in used], leaves, [seeds[k] for k in used])
 
-    for value, exact in zip(results("triton", torch.float32), results("reference", torch.float64)):
-        assert (value is None and exact is None) or error(value, exact) < 1e-5
+    values, truth = results("triton", torch.float32), results("reference", torch.float64)
+    assert all(error(*pair) < 1e-5 for pair in zip(values, truth, strict=True))
 
 
 @interpreted
@@ -147,9 +137,10 @@ def test_two_tensors_may_share_one_gradient(compiled):
     first, second = torch.randn(1, 2), torch.randn(2, 1, 2)
 
     def loss(backend="triton"):
-        (x,), (a, b) = mix_bank([leaf * 1.0 for leaf in leaves], first, backend=backend)
-        (y,), (c, *_) = mix_bank([a + b, x], second, backend=backend)
-        return (y.square() + x.square() + c * y).sum()
+        copies = [leaf * 1.0 for leaf in leaves]
+        (x,), (a, b) = mix_bank(copies, first, backend=backend)
+        (y,), again = mix_bank([a + b, x], second, backend=backend)
+        return (y.square() + x.square() + again[0] * y).sum()
 
     ours = torch.compile(loss, options=INDUCTOR | UNFUSED) if compiled else loss
     values = torch.autograd.grad(ours(), leaves)
@@ -172,10 +163,13 @@ def test_a_gradient_that_somebody_else_has_stays_as_it_is():
         y, b = read(leaves[1], backend)
         z, _ = read(a + b + leaves[2], backend)
         of_sum = torch.autograd.grad((x + y * y + z * z).sum(), [a, *leaves])
-        x, a = read(leaves[0], backend)
-        half = a.detach().requires_grad_()
-        (along,) = torch.autograd.grad(read(half, backend)[0].square().sum(), half)
-        return *of_sum, *torch.autograd.grad(a, leaves[0], along, retain_graph=True), along
+        # A pass in two halves, with autograd.grad between.
+        _, a = read(leaves[0], backend)
+        (half,) = leaves_of([a])
+        squares = read(half, backend)[0].square()
+        (along,) = torch.autograd.grad(squares.sum(), half)
+        of_halves = torch.autograd.grad(a, leaves[0], along, retain_graph=True)
+        return *of_sum, *of_halves, along
 
     assert_all_close(gradients("triton"), gradients("reference"))
 
@@ -196,7 +190,7 @@ def test_second_derivatives_are_refused():
 
 
 def test_what_the_kernels_cannot_take_goes_to_the_reference_or_is_refused():
-    bank = [torch.randn(2, 8, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    bank = [torch.randn(2, 8), torch.randn(2, 8).bfloat16()]
     weights = torch.randn(2, 3, 2)
     sums, again = mix_bank(bank, weights)
     stack = torch.stack([x.float() for x in bank], 1)
@@ -204,8 +198,8 @@ def test_what_the_kernels_cannot_take_goes_to_the_reference_or_is_refused():
     assert all(a is b for a, b in zip(again, bank, strict=True))
     with pytest.raises(ValueError, match="tensors differ"):
         mix_bank(bank, weights, backend="triton")
-    wrong = (weights[0, 0], weights[..., :1], weights[:1], weights.unsqueeze(0), weights.to("meta"))
-    for tensor in wrong:
+    few, wide = (weights[0, 0], weights[..., :1], weights[:1]), weights.unsqueeze(0)
+    for tensor in (*few, wide, weights.to("meta")):
         with pytest.raises(ValueError, match="weights of 2 tensors"):
             mix_bank(bank, tensor)
 
@@ -224,5 +218,6 @@ def test_a_bank_that_nobody_reads_again_has_no_part_in_the_backward(device):
 @pytest.mark.parametrize("shape", [(1, 8), (2, 1), (2, 4)])
 def test_a_tensor_of_another_shape_is_refused(backend, shape):
     """A kernel would read what lies behind it."""
+    bank = [torch.zeros(2, 8), torch.zeros(shape)]
     with pytest.raises(ValueError, match="all of one shape"):
-        mix_bank([torch.zeros(2, 8), torch.zeros(shape)], torch.ones(1, 2), backend=backend)
+        mix_bank(bank, torch.ones(1, 2), backend=backend)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import interpreted, operators
+from kernel_cases import interpreted, leaves_of, operators, with_gradients
 
 from headwater.ops import depth_attention
 
@@ -13,74 +13,81 @@ BACKENDS = ["reference", pytest.param("triton", marks=interpreted)]
 def draw(count):
     """Sources of about half the size of one, so that both eps show, and three vectors."""
     generator = torch.Generator().manual_seed(count)
-    sizes = [*[(2, 12)] * count, (12,), (12,), (12,)]
-    tensors = []
-    for size in sizes:
-        tensor = 0.5 * torch.randn(size, generator=generator, dtype=torch.float64)
-        tensors.append(tensor.float().requires_grad_())
-    *sources, query, key, norm = tensors
+    sizes = [(2, 12)] * count + [(12,)] * 3
+    draws = [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes]
+    *sources, query, key, norm = leaves_of([0.5 * draw for draw in draws], torch.float32)
     return sources, query, key, norm
+
+
+def unit(x, eps):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
 def formula(sources, query, key, norm, norm_eps):
     """The read in fp64."""
-    stack = torch.stack([source.double() for source in sources])
-    keys = stack / (stack.square().mean(-1, keepdim=True) + EPS).sqrt() * key.double()
-    read = ((keys @ query.double()).softmax(0).unsqueeze(-1) * stack).sum(0)
-    return read / (read.square().mean(-1, keepdim=True) + norm_eps).sqrt() * norm.double()
+    stack, query, key, norm = (t.double() for t in (torch.stack(sources), query, key, norm))
+    weights = (unit(stack, EPS) * key @ query).softmax(0)
+    read = (weights.unsqueeze(-1) * stack).sum(0)
+    return unit(read, norm_eps) * norm
 
 
-def agree(read, expected, inputs):
-    """Compare the value and every gradient."""
-    torch.testing.assert_close(read.double(), expected, atol=1e-5, rtol=1e-5)
-    along = torch.randn(read.shape, generator=torch.Generator().manual_seed(9))
-    values = torch.autograd.grad(read, inputs, along)
-    truth = torch.autograd.grad(expected, inputs, along.double())
-    torch.testing.assert_close(values, truth, atol=1e-5, rtol=1e-5)
+def agree(read, tensors, norm_eps=NORM_EPS):
+    """Compare the value and every gradient with those of the formula."""
+    sources, *vectors = tensors
+    expected, inputs = formula(*tensors, norm_eps), [*sources, *vectors]
+    seeds = [torch.randn(read.shape, generator=torch.Generator().manual_seed(9))]
+    values, *gradients = with_gradients([read], inputs, seeds)
+    truth, *exact = with_gradients([expected], inputs, seeds)
+    torch.testing.assert_close(values.double(), truth, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradients, exact, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_read_has_one_eps_for_both_norms(backend):
-    sources, query, key, norm = draw(3)
-    expected = formula(sources, query, key, norm, EPS)
+    sources, query, key, norm = tensors = draw(3)
     options = {"norm_weight": norm, "eps": EPS, "backend": backend}
-    agree(depth_attention(sources, query, key, **options), expected, [*sources, query, key, norm])
+    agree(depth_attention(sources, query, key, **options), tensors, EPS)
     with torch.no_grad():
         read = depth_attention(sources, query, key, **options)
-    torch.testing.assert_close(read.double(), expected)
+    torch.testing.assert_close(read.double(), formula(*tensors, EPS))
 
 
 def scored(ops, sources, query, key):
     """The sources again, and the scores of each, (..., 1, 1)."""
-    results = [ops.score(source, (query * key).unsqueeze(0), EPS) for source in sources]
-    return [source for source, *_ in results], [scores for _, _, (scores,) in results]
+    threaded, scores = [], []
+    for source in sources:
+        source, _, (score,) = ops.score(source, (query * key).unsqueeze(0), EPS)
+        threaded.append(source)
+        scores.append(score)
+    return threaded, scores
 
 
 @pytest.mark.parametrize("opens", [True, False])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_merge_has_one_for_the_sum_and_one_for_the_read(backend, opens):
-    sources, query, key, norm = draw(3)
-    ops, added = operators(backend), torch.full((2, 12), 0.1)
+    sources, query, key, norm = tensors = draw(3)
+    ops, newest, partial = operators(backend), sources[-1], None
+    if not opens:
+        partial = torch.full((2, 12), 0.1)
+        newest = newest - partial
     threaded, scores = scored(ops, sources[:-1], query, key)
-    outs, lses, _ = ops.mix(threaded, scores)
-    newest, partial = (sources[-1], None) if opens else (sources[-1] - added, added)
-    read, total = ops.merge(
-        newest, partial, outs[0], lses[0], query, key, norm, eps=EPS, norm_eps=NORM_EPS
-    )
-    agree(read, formula(sources, query, key, norm, NORM_EPS), [*sources, query, key, norm])
+    (out,), (lse,), _ = ops.mix(threaded, scores)
+    arguments = newest, partial, out, lse, query, key, norm
+    read, total = ops.merge(*arguments, eps=EPS, norm_eps=NORM_EPS)
     torch.testing.assert_close(total, sources[-1])
+    agree(read, tensors)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_mix_and_a_span_of_outputs_have_the_read_s(backend):
-    sources, query, key, norm = draw(4)
+    sources, query, key, norm = tensors = draw(4)
     ops = operators(backend)
     threaded, scores = scored(ops, sources, query, key)
-    outs, _, _ = ops.mix(threaded, scores, norm, NORM_EPS)
-    agree(outs[0], formula(sources, query, key, norm, NORM_EPS), [*sources, query, key, norm])
+    (read,), _, _ = ops.mix(threaded, scores, norm, NORM_EPS)
+    agree(read, tensors)
 
     threaded, scores = scored(ops, sources, query, key)
-    outs, lses, _ = ops.mix(threaded[:2], scores[:2])
-    pieces = (lses[0][..., None, None], *scores[2:])
-    read, _ = ops.merge_outputs(outs[0], threaded[2:], pieces, norm, NORM_EPS)
-    agree(read, formula(sources, query, key, norm, NORM_EPS), [*sources, query, key, norm])
+    (out,), (lse,), _ = ops.mix(threaded[:2], scores[:2])
+    pieces = (lse[..., None, None], *scores[2:])
+    read, _ = ops.merge_outputs(out, threaded[2:], pieces, norm, NORM_EPS)
+    agree(read, tensors)

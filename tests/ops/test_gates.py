@@ -7,11 +7,13 @@ from kernel_cases import (
     HERE,
     assert_all_close,
     assert_all_equal,
-    assert_as_exact,
     assert_first_order,
+    check_against_fp64,
     error,
+    leaves_of,
     needs_gpu,
-    poisoned,
+    saved_for_backward,
+    with_gradients,
 )
 
 from headwater.ops.streams import gate_streams
@@ -38,28 +40,25 @@ def draw(n, tokens, device=HERE, lead=0.0):
     """
     generator = torch.Generator().manual_seed(n)
     count = 2 * n + n * n
-    shapes = ((tokens, count), (count,), (3,), (tokens, n), (tokens, n), (tokens, n, n))
-    z, bias, scale, *seeds = (torch.randn(*shape, generator=generator) for shape in shapes)
-    bias[2 * n :] += lead * torch.eye(n).flatten()
-    return [t.to(device) for t in (z, bias, scale)], [t.to(device) for t in seeds]
+    shapes = [(tokens, count), (count,), (3,)]
+    shapes += [(tokens, n), (tokens, n), (tokens, n, n)]
+    tensors = [torch.randn(*shape, generator=generator) for shape in shapes]
+    tensors[1][2 * n :] += lead * torch.eye(n).flatten()
+    tensors = [tensor.to(device) for tensor in tensors]
+    return tensors[:3], tensors[3:]
 
 
-def run(inputs, seeds, iterations, backend, dtype=torch.float32):
-    leaves = [t.to(dtype).requires_grad_() for t in inputs]
+def run(inputs, seeds, iterations, backend):
+    leaves = leaves_of(inputs)
     outputs = gate_streams(*leaves, iterations, backend=backend)
-    along = [seed.to(dtype) for seed in seeds]
-    return [*outputs, *torch.autograd.grad(outputs, leaves, along)]
+    return with_gradients(outputs, leaves, seeds)
 
 
 def check(inputs, seeds, iterations):
     """The kernel's results, which are as exact as plain PyTorch's."""
     before = launches.copy()
-    with poisoned():
-        values = run(inputs, seeds, iterations, "triton")
+    values = check_against_fp64(run, inputs, seeds, iterations, spare=1e-6)
     assert launches - before == {"gate_streams": 1, "gate_streams_backward": 1}
-    plain = run(inputs, seeds, iterations, "reference")
-    truth = run(inputs, seeds, iterations, "reference", torch.float64)
-    assert_as_exact(values, plain, truth, spare=1e-6)
     return values
 
 
@@ -95,25 +94,23 @@ def test_many_tokens_are_as_exact_and_repeat_bit_by_bit(n):
 @pytest.mark.parametrize("used", range(3))
 def test_what_is_left_unused_has_no_part_in_the_gradient(used):
     inputs, seeds = draw(3, 5)
-    gradients = []
+    results = []
     for backend, dtype in (("triton", torch.float32), ("reference", torch.float64)):
-        leaves = [t.to(dtype).requires_grad_() for t in inputs]
+        leaves = leaves_of(inputs, dtype)
         output = gate_streams(*leaves, 4, backend=backend)[used]
-        gradients.append(torch.autograd.grad(output, leaves, seeds[used].to(dtype)))
-    assert all(error(value, exact) < 1e-5 for value, exact in zip(*gradients, strict=True))
+        results.append(with_gradients([output], leaves, seeds[used : used + 1]))
+    assert all(error(*pair) < 1e-5 for pair in zip(*results, strict=True))
 
 
 def test_parameters_in_bf16_have_gradients_in_bf16():
     """A model that is cast whole has such parameters; z is in fp32 then too."""
     (z, *parameters), seeds = draw(2, 40)
-    leaves = [z.view(8, 5, -1).requires_grad_()]
-    leaves += [p.bfloat16().requires_grad_() for p in parameters]
+    leaves = leaves_of([z.view(8, 5, -1)]) + leaves_of(parameters, torch.bfloat16)
+    seeds = [seed.view(8, 5, *seed.shape[1:]) for seed in seeds]
     results = []
     for backend in ("triton", "reference"):
         outputs = gate_streams(*leaves, 4, backend=backend)
-        assert [t.shape for t in outputs] == [(8, 5, 2), (8, 5, 2), (8, 5, 2, 2)]
-        along = [seed.view(t.shape) for seed, t in zip(seeds, outputs)]
-        results.append([*outputs, *torch.autograd.grad(outputs, leaves, along)])
+        results.append(with_gradients(outputs, leaves, seeds))
     torch.testing.assert_close(*results)
 
 
@@ -132,15 +129,9 @@ def test_without_gradients_the_same_kernel_runs():
 
 
 def test_only_the_inputs_are_kept_for_the_backward():
-    saved, (inputs, _) = [], draw(2, 5)
-
-    def pack(tensor):
-        saved.append(tensor.data_ptr())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        gate_streams(*(t.requires_grad_() for t in inputs), 20, backend="triton")
-    assert saved == [t.data_ptr() for t in inputs]
+    leaves = leaves_of(draw(2, 5)[0])
+    saved = saved_for_backward(lambda: gate_streams(*leaves, 20, backend="triton"))
+    assert [t.data_ptr() for t in saved] == [t.data_ptr() for t in leaves]
 
 
 def test_second_derivatives_are_refused():
@@ -153,7 +144,7 @@ def test_more_streams_than_a_thread_has_are_pytorchs():
     (inputs, seeds), before = draw(5, 3), launches.copy()
     values = run(inputs, seeds, 4, "triton")
     assert launches == before
-    truth = run(inputs, seeds, 4, "reference", torch.float64)
+    truth = run([t.double() for t in inputs], seeds, 4, "reference")
     assert_all_close([v.double() for v in values], truth)
 
 
@@ -163,7 +154,7 @@ def test_what_the_kernel_cannot_take_goes_to_the_reference_or_is_refused():
     assert all(t.dtype == torch.float64 for t in gate_streams(*double, 4))
     with pytest.raises(ValueError, match="dtype"):
         gate_streams(*double, 4, backend="triton")
-    wrong = (torch.zeros(3, 7), torch.zeros(7), torch.ones(3), 4), (*inputs, 0)
-    for arguments in wrong:
+    seven = torch.zeros(3, 7), torch.zeros(7), torch.ones(3)
+    for arguments in ((*seven, 4), (*inputs, 0)):
         with pytest.raises(ValueError, match="z and bias take"):
             gate_streams(*arguments)

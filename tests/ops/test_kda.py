@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_cases import leaves_of, saved_for_backward
 
 from headwater.ops.kda import kda, kda_gate
 from headwater.ops.kda import operators as kda_operators
@@ -27,35 +28,39 @@ TENSORS = ("q", "k", "v", "g", "beta", "state")
 LENGTHS = (1, 2, 7, 16, 17, 63, 64, 65, 128, 257)
 
 
-def inputs_of(length, form="softplus", batch=2, heads=2, width=8, values=6, dtype=torch.float32):
+def inputs_of(length, form="softplus", heads=2, width=8, values=6):
     """Inputs such as a layer makes: log decays come from a gate, beta from a sigmoid."""
     generator = torch.Generator().manual_seed(length)
 
     def draw(*shape):
-        return torch.randn(*shape, generator=generator, dtype=dtype)
+        return torch.randn(*shape, generator=generator)
 
-    q, k, raw = (draw(batch, length, heads, width) for _ in range(3))
+    q, k, raw = draw(3, 2, length, heads, width)
     g = kda_gate(2 * raw, draw(heads), draw(heads, width), form)
-    state = draw(batch, heads, width, values)
-    return q, k, draw(batch, length, heads, values), g, draw(batch, length, heads).sigmoid(), state
+    v, beta = draw(2, length, heads, values), draw(2, length, heads).sigmoid()
+    return q, k, v, g, beta, draw(2, heads, width, values)
 
 
 def results(function, inputs):
     """Output, state, and the gradients of a fixed combination of both."""
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    o, state = function(*leaves)
+    leaves = leaves_of(inputs)
+    outputs = function(*leaves)
     generator = torch.Generator().manual_seed(7)
-    along = [torch.randn(x.shape, generator=generator).to(x) for x in (o, state)]
-    gradients = torch.autograd.grad((o, state), leaves, along)
-    return dict(zip(("o", "last", *TENSORS), (o.detach(), state.detach(), *gradients)))
+    along = [torch.randn(x.shape, generator=generator).to(x) for x in outputs]
+    gradients = torch.autograd.grad(outputs, leaves, along)
+    values = [x.detach() for x in outputs]
+    return dict(zip(("o", "last", *TENSORS), (*values, *gradients), strict=True))
 
 
-def of_form(form):
-    def run(q, k, v, g, beta, state):
-        o, last = form(*prepare(q, k, v, g, beta, state))
+def of_form(form, *chunk):
+    def run(*inputs):
+        o, last = form(*prepare(*inputs), *chunk)
         return o.transpose(1, 2), last
 
     return run
+
+
+FORMS = (kda, of_form(recurrent), of_form(chunkwise, 64))
 
 
 def unit(x):
@@ -75,21 +80,20 @@ def of_transformers(name):
     function = inspect.unwrap(getattr(modeling, name))
 
     def run(q, k, v, g, beta, state):
-        options = {
-            "initial_state": state,
-            "output_final_state": True,
-            "use_qk_l2norm_in_kernel": True,
-        }
-        return function(q, k, v, g=g, beta=beta, **options)
+        options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+        return function(q, k, v, g=g, beta=beta, initial_state=state, **options)
 
     return run
 
 
-def assert_same(values, expected, tolerance=1e-5):
+def largest(x):
+    return x.abs().max().item()
+
+
+def assert_same(values, expected):
     for name, value in expected.items():
-        scale = max(1.0, value.abs().max().item())
-        error = (values[name].double() - value).abs().max().item()
-        assert error <= tolerance * scale, f"{name} is off by {error} of {scale}"
+        error = largest(values[name].double() - value)
+        assert error <= 1e-5 * max(1.0, largest(value)), f"{name} is off by {error}"
 
 
 @pytest.mark.parametrize("form", ["softplus", "bounded"])
@@ -97,18 +101,12 @@ def assert_same(values, expected, tolerance=1e-5):
 def test_all_forms_and_the_oracles_agree(length, form):
     inputs = inputs_of(length, form)
     truth = results(of_form(recurrent), [x.double() for x in inputs])
-    others = [
-        kda,
-        of_form(recurrent),
-        of_form(lambda *x: chunkwise(*x, 64)),
-        of_form(lambda *x: chunkwise(*x, 16)),
-    ]
+    functions = [*FORMS, of_form(chunkwise, 16)]
     if length in (1, 65, 257):  # of a second each: their loops are Python's
-        others += [
-            of_transformers(f"{name}_kimi_delta_attention") for name in ("chunk", "recurrent")
-        ]
-        others += [of_fla(naive.naive_recurrent_kda)]
-    for function in others:
+        functions.append(of_transformers("chunk_kimi_delta_attention"))
+        functions.append(of_transformers("recurrent_kimi_delta_attention"))
+        functions.append(of_fla(naive.naive_recurrent_kda))
+    for function in functions:
         assert_same(results(function, inputs), truth)
 
 
@@ -134,7 +132,7 @@ def test_extreme_decays_are_finite_and_exact(name, length):
     q, k, v, g, beta, state = inputs_of(length)
     inputs = (q, k, v, EXTREMES[name](g), beta, state)
     truth = results(of_form(recurrent), [x.double() for x in inputs])
-    for function in (kda, of_form(recurrent), of_form(lambda *x: chunkwise(*x, 64))):
+    for function in FORMS:
         actual = results(function, inputs)
         assert all(value.isfinite().all() for value in actual.values())
         assert_same(actual, truth)
@@ -143,11 +141,13 @@ def test_extreme_decays_are_finite_and_exact(name, length):
 @pytest.mark.parametrize("form", ["softplus", "bounded"])
 def test_gates_are_fla_s(form):
     torch.manual_seed(0)
-    x, rate, bias = torch.randn(2, 5, 3, 4) * 10, torch.randn(3), torch.randn(3, 4)
+    x = torch.randn(2, 5, 3, 4) * 10
+    rate, bias = torch.randn(3), torch.randn(3, 4)
     theirs = gates.naive_kda_gate if form == "softplus" else gates.naive_kda_lowerbound_gate
     expected = theirs(x, rate, bias.flatten())
     torch.testing.assert_close(kda_gate(x, rate, bias, form), expected)
-    far = kda_gate(torch.tensor([-1e4, 1e4]).view(1, 1, 1, 2), rate[:1], bias[:1, :2], form)
+    extremes = torch.tensor([-1e4, 1e4]).view(1, 1, 1, 2)
+    far = kda_gate(extremes, rate[:1], bias[:1, :2], form)
     assert far.isfinite().all()
     assert (far <= 0).all()
     assert kda_gate(x.bfloat16(), rate, bias, form).dtype == torch.float32
@@ -156,12 +156,13 @@ def test_gates_are_fla_s(form):
 def test_a_prompt_in_pieces_is_the_prompt():
     inputs = inputs_of(150)
     whole, last = kda(*inputs)
-    state, pieces = inputs[-1], []
-    for first, stop in [(0, 1), (1, 70), (70, 71), (71, 140), (140, 150)]:
-        o, state = kda(*(x[:, first:stop] for x in inputs[:-1]), state)
-        pieces.append(o)
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(state, last, atol=1e-5, rtol=1e-5)
+    state, outputs = inputs[-1], []
+    sizes = (1, 69, 1, 69, 10)
+    for pieces in zip(*(x.split(sizes, 1) for x in inputs[:-1]), strict=True):
+        o, state = kda(*pieces, state)
+        outputs.append(o)
+    actual = torch.cat(outputs, 1), state
+    torch.testing.assert_close(actual, (whole, last), atol=1e-5, rtol=1e-5)
 
 
 def test_half_precision_inputs_keep_an_fp32_state():
@@ -181,13 +182,9 @@ def test_as_one_node_it_keeps_its_inputs_alone(monkeypatch):
     monkeypatch.setattr(kda_operators, "traced", lambda: True)
     for name, value in results(kda, inputs).items():
         assert torch.equal(value, expected[name]), name
-    saved = []
-    inputs = [x.requires_grad_() for x in inputs]
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda x: saved.append(x.numel()) or x, lambda x: x
-    ):
-        kda(*inputs)
-    assert sum(saved) == sum(x.numel() for x in inputs)
+    leaves = leaves_of(inputs)
+    saved = saved_for_backward(lambda: kda(*leaves))
+    assert sum(x.numel() for x in saved) == sum(x.numel() for x in inputs)
 
 
 @pytest.mark.parametrize(
@@ -203,11 +200,11 @@ def test_as_one_node_it_keeps_its_inputs_alone(monkeypatch):
     ],
 )
 def test_what_does_not_fit_is_named(change, message):
-    tensors = dict(zip(TENSORS, inputs_of(5)))
-    options = {key: change[key] for key in ("chunk", "backend") if key in change}
-    tensors |= {key: torch.zeros(shape) for key, shape in change.items() if key not in options}
+    arguments = dict(zip(TENSORS, inputs_of(5)))
+    for name, value in change.items():
+        arguments[name] = torch.zeros(value) if name in TENSORS else value
     with pytest.raises(ValueError, match=message):
-        kda(*tensors.values(), **options)
+        kda(**arguments)
 
 
 def test_a_missing_extra_is_said_once(monkeypatch):
@@ -218,12 +215,12 @@ def test_a_missing_extra_is_said_once(monkeypatch):
     class OnGPU:
         is_cuda, shape, dtype = True, (1, 1, 1, 8), torch.bfloat16
 
-    with warnings.catch_warnings(record=True) as actual:
-        warnings.simplefilter("always")
-        assert not kda_operators.uses_fla("auto", OnGPU(), OnGPU(), 64)
-        assert not kda_operators.uses_fla("auto", OnGPU(), OnGPU(), 64)
-    (warning,) = actual
-    assert "pip install 'headwater[kda]'" in str(warning.message)
+    def uses_fla():
+        return [kda_operators.uses_fla("auto", OnGPU(), OnGPU(), 64) for _ in range(2)]
+
+    with pytest.warns(match=r"pip install 'headwater\[kda\]'") as record:
+        assert uses_fla() == [False, False]
+    assert len(record) == 1
 
 
 def products_in_bf16(q, k, v, g, beta, state):
@@ -252,13 +249,13 @@ def test_fla_s_kernels_are_at_most_twice_as_far_from_the_truth_as_plain_bf16(len
     actual = results(lambda *x: kda(*x, backend="fla"), half)
     spare = {n: 2**-7 if n == "g" else 1e-3 for n in truth}
     for n, x in truth.items():
-        limit = 2 * (plain[n].double() - x).abs().max() + spare[n] * x.abs().max()
-        assert (actual[n].double() - x).abs().max() <= limit, n
+        limit = 2 * largest(plain[n].double() - x) + spare[n] * largest(x)
+        assert largest(actual[n].double() - x) <= limit, n
 
 
 def test_a_gate_s_gradient_is_that_of_its_formula():
     x = torch.randn(1, 3, 2, 4, dtype=torch.float64, requires_grad=True)
-    rate, bias = torch.randn(2, dtype=torch.float64), torch.randn(2, 4, dtype=torch.float64)
+    rate, bias = torch.randn(2).double(), torch.randn(2, 4).double()
     expected = -rate.exp()[:, None] * F.softplus(x + bias)
     torch.testing.assert_close(kda_gate(x, rate, bias), expected)
     assert torch.autograd.gradcheck(lambda y: kda_gate(y, rate, bias, "bounded"), x)

@@ -56,57 +56,66 @@ def kernel(monkeypatch):
     return Kernel()
 
 
+OPTIONS = {"num_warps": 4, "num_stages": 2}
+
+
 def start(kernel, rows=5, width=8, dtype=torch.float32, tensors=None, **constants):
-    x, y = tensors or (torch.zeros(4, dtype=dtype), torch.zeros(4, dtype=dtype))
-    launching.launch(
-        kernel, (rows,), (x, y), (rows, width), {"BD": 8, **constants}, num_warps=4, num_stages=2
-    )
-    return x, y
+    tensors = tensors or torch.zeros(2, 16, dtype=dtype).unbind()
+    constants = {"BD": 8, **constants}
+    launching.launch(kernel, (rows,), tensors, (rows, width), constants, **OPTIONS)
+    return tensors
+
+
+def ways_of(kernel):
+    """Which way each launch went."""
+    return [way[0] for way in kernel.ways]
+
+
+def direct_launch(x, y):
+    return "direct", (5, 1), (x.data_ptr(), y.data_ptr(), 5, 8, 8, 2)
 
 
 def test_a_kernel_is_compiled_by_the_public_way_and_then_run_by_address(kernel):
     start(kernel)
     x, y = start(kernel)
-    (first, _, numbers, constants), (second, grid, arguments) = kernel.ways
+    (first, _, numbers, constants), second = kernel.ways
     assert (first, numbers) == ("public", (5, 8))
     assert constants == {"BD": 8, "num_stages": 1, "STAGES": 2, "num_warps": 4}
-    assert (second, grid, arguments) == ("direct", (5, 1), (x.data_ptr(), y.data_ptr(), 5, 8, 8, 2))
+    assert second == direct_launch(x, y)
 
 
 def prepared(kernel):
-    return launching.Launch(kernel, (5,), (5, 8), {"BD": 8}, num_warps=4, num_stages=2)
+    return launching.Launch(kernel, (5,), (5, 8), {"BD": 8}, **OPTIONS)
 
 
 def test_a_prepared_launch_keeps_the_kernel(kernel):
     ready, (x, y) = prepared(kernel), torch.zeros(2, 4)
     for _ in range(4):
         ready(x, y)
-    assert [way[0] for way in kernel.ways] == ["public", "direct", "direct", "direct"]
-    direct = ("direct", (5, 1), (x.data_ptr(), y.data_ptr(), 5, 8, 8, 2))
-    assert kernel.ways[1] == kernel.ways[3] == direct
+    assert ways_of(kernel) == ["public", "direct", "direct", "direct"]
+    assert kernel.ways[1] == kernel.ways[3] == direct_launch(x, y)
     kernel.pre_run_hooks.append(print)
     ready(x, y)
     assert kernel.ways[-1][0] == "public"
 
 
-@pytest.mark.parametrize(
-    "other", [torch.zeros(2, 8, dtype=torch.bfloat16), torch.zeros(9)[1:].view(2, 4)]
-)
+@pytest.mark.parametrize("other", [torch.zeros(2, 8).bfloat16(), torch.zeros(9)[1:].view(2, 4)])
 def test_a_prepared_launch_keeps_it_for_these_types_and_whole_addresses_alone(kernel, other):
     ready, tensors = prepared(kernel), torch.zeros(2, 4)
     for arguments in (tensors, tensors, tensors, other, other, other, tensors):
         ready(*arguments)
-    assert [way[0] for way in kernel.ways] == ["public", "direct", "direct"] * 2 + ["direct"]
-    assert [way[2][0] for way in kernel.ways[-2:]] == [other.data_ptr(), tensors.data_ptr()]
+    assert ways_of(kernel) == ["public", "direct", "direct"] * 2 + ["direct"]
+    addresses = [way[2][0] for way in kernel.ways[-2:]]
+    assert addresses == [other.data_ptr(), tensors.data_ptr()]
 
 
 def test_a_kernel_may_take_tensors_alone(kernel):
     kernel.arg_names = ("x", "y", "BD", "STAGES")
     kernel.params = [kernel.params[place] for place in (0, 1, 4, 5)]
-    x, y = torch.zeros(4), torch.zeros(4)
+    tensors = torch.zeros(2, 4).unbind()
     for _ in range(2):
-        launching.launch(kernel, (3,), (x, y), (), {"BD": 8}, num_warps=4)
-    assert [way[0] for way in kernel.ways] == ["public", "direct"]
+        launching.launch(kernel, (3,), tensors, (), {"BD": 8}, num_warps=4)
+    assert ways_of(kernel) == ["public", "direct"]
 
 
 def test_lengths_vary_without_a_compilation_and_without_a_new_entry(kernel):
@@ -124,7 +133,7 @@ def test_lengths_vary_without_a_compilation_and_without_a_new_entry(kernel):
         {"width": 16},
         {"dtype": torch.bfloat16},
         {"BD": 16},
-        {"tensors": tuple(torch.zeros(9)[1:5] for _ in range(2))},  # not at multiples of 16
+        {"tensors": (torch.zeros(9)[1:5],) * 2},  # not at multiples of 16
         {"rows": 2**31},  # an int64 from here on
     ],
 )
@@ -173,7 +182,7 @@ def test_on_an_unknown_version_every_launch_is_public_and_needs_no_private_part(
     monkeypatch.setattr(Kernel, "run", None)
     for _ in range(3):
         start(kernel)
-    assert [way[0] for way in kernel.ways] == ["public"] * 3
+    assert ways_of(kernel) == ["public"] * 3
     # With the stages that fitted the first time
     assert all(way == kernel.ways[0] for way in kernel.ways)
 
@@ -221,7 +230,7 @@ def test_another_device_is_made_the_current_one(kernel, monkeypatch):
     )
     start(kernel)
     start(kernel)
-    assert [way[0] for way in kernel.ways] == ["public", "direct"]
+    assert ways_of(kernel) == ["public", "direct"]
     ready, tensors = prepared(kernel), torch.zeros(2, 4)
     with Device(-1):
         ready(*tensors)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import assert_all_equal, error
+from kernel_cases import assert_all_equal, leaves_of, with_gradients
 
 from headwater.errors import BackendError
 from headwater.ops import depth_attention, routing
@@ -21,25 +21,29 @@ def draw(num_sources, dim, *, shape=(2, 3), dtype=torch.float32):
 
 
 # Each count with one width, and each width with both norms: one channel, odd widths, a power of 2.
-@pytest.mark.parametrize(
-    ("num_sources", "dim"),
-    [(1, 64), (2, 7), (3, 1), (8, 123), (9, 64), (17, 7), (33, 123), (64, 1), (129, 64)],
-)
+SHAPES = {1: 64, 2: 7, 3: 1, 8: 123, 9: 64, 17: 7, 33: 123, 64: 1, 129: 64}
+
+
+@pytest.mark.parametrize(("num_sources", "dim"), SHAPES.items())
 @pytest.mark.parametrize("normed", [False, True])
 def test_agrees_with_fla_in_output_and_every_gradient(num_sources, dim, normed):
     from fla.ops.attnres import naive_attnres
 
     sources, query, key_weight = draw(num_sources, dim)
-    norm_weight = (1 + 0.3 * torch.randn(dim)).requires_grad_() if normed else None
-    inputs = [*sources, query, key_weight, *([norm_weight] if normed else [])]
+    inputs, norm_weight = [*sources, query, key_weight], None
+    if normed:
+        norm_weight = (1 + 0.3 * torch.randn(dim)).requires_grad_()
+        inputs.append(norm_weight)
     read = depth_attention(sources, query, key_weight, norm_weight=norm_weight)
     expected = naive_attnres(query, sources, key_weight, norm_weight)
     if isinstance(expected, tuple):
         expected = expected[-1]
+    seeds = [torch.randn_like(read)]
+    (read, *values), (expected, *others) = (
+        with_gradients([output], inputs, seeds) for output in (read, expected)
+    )
     torch.testing.assert_close(read, expected, atol=1e-5, rtol=1e-5)
-    seed = torch.randn_like(read)
-    gradients = (torch.autograd.grad(output, inputs, seed) for output in (read, expected))
-    for value, other in zip(*gradients):
+    for value, other in zip(values, others, strict=True):
         assert (value - other).norm() <= 1e-5 * max(other.norm(), 1.0)
 
 
@@ -67,9 +71,9 @@ def test_second_derivatives_match_finite_differences_where_a_source_is_zero(zero
         return depth_attention(sources, query, key_weight, eps=0.1)
 
     def read_in_two_phases(query, key_weight, *sources):
-        out, lse = reference.attend_blocks(sources[:-1], query[None], key_weight[None], 0.1)
-        merge = reference.merge_partial
-        return merge(sources[-1], query, out[0], lse[0], key_weight, None, 0.1)
+        *blocks, last = sources
+        (out,), (lse,) = reference.attend_blocks(blocks, query[None], key_weight[None], 0.1)
+        return reference.merge_partial(last, query, out, lse, key_weight, None, 0.1)
 
     for function in (read, read_in_two_phases):
         assert torch.autograd.gradgradcheck(function, (query, key_weight, *sources))
@@ -79,19 +83,18 @@ def test_second_derivatives_match_finite_differences_where_a_source_is_zero(zero
 @pytest.mark.parametrize("normed", [False, True])
 def test_two_phases_equal_one_pass(num_blocks, normed):
     sources, _, _ = draw(num_blocks + 1, 24, dtype=torch.float64)
-    queries, keys = (torch.randn(5, 24, dtype=torch.float64, requires_grad=True) for _ in "qk")
-    norm_weight = torch.randn(24, dtype=torch.float64, requires_grad=True) if normed else None
+    queries, keys = leaves_of(torch.randn(2, 5, 24, dtype=torch.float64))
+    norm_weight = torch.randn(24, dtype=torch.float64) if normed else None
     *blocks, partial = sources
     outs, lses = reference.attend_blocks(blocks, queries, keys, 1e-6)
-    inputs = [*sources, queries, keys]
+    merged, direct = [], []
     for query, key, out, lse in zip(queries, keys, outs, lses):
-        merged = reference.merge_partial(partial, query, out, lse, key, norm_weight, 1e-6)
-        direct = depth_attention(sources, query, key, norm_weight=norm_weight)
-        torch.testing.assert_close(merged, direct, atol=1e-12, rtol=1e-12)
-        seed = torch.randn_like(direct)
-        options = {"grad_outputs": seed, "retain_graph": True}
-        gradients = [torch.autograd.grad(read, inputs, **options) for read in (merged, direct)]
-        torch.testing.assert_close(*gradients, atol=1e-11, rtol=1e-11)
+        merged.append(reference.merge_partial(partial, query, out, lse, key, norm_weight, 1e-6))
+        direct.append(depth_attention(sources, query, key, norm_weight=norm_weight))
+    torch.testing.assert_close(merged, direct, atol=1e-12, rtol=1e-12)
+    inputs, seeds = [*sources, queries, keys], torch.randn(5, *direct[0].shape)
+    gradients = [with_gradients(reads, inputs, seeds) for reads in (merged, direct)]
+    torch.testing.assert_close(*gradients, atol=1e-11, rtol=1e-11)
 
 
 def test_weights_are_a_distribution_and_reproduce_the_read():
@@ -100,24 +103,28 @@ def test_weights_are_a_distribution_and_reproduce_the_read():
     assert weights.shape == (5, 2, 3, 4)
     torch.testing.assert_close(weights.sum(0), torch.ones(2, 3, 4))
     grouped = torch.stack(sources).unflatten(-1, (4, 4))
-    torch.testing.assert_close((weights.unsqueeze(-1) * grouped).sum(0).flatten(-2), read)
+    mixed = (weights.unsqueeze(-1) * grouped).sum(0)
+    torch.testing.assert_close(mixed.flatten(-2), read)
 
 
 def test_zero_query_is_the_mean_and_extremes_stay_finite():
     sources, _, _ = draw(6, 16)
     mean = torch.stack(sources).mean(0)
     torch.testing.assert_close(depth_attention(sources, torch.zeros(16)), mean)
-    hostile = [torch.zeros(2, 16), torch.full((2, 16), 1e4), torch.randn(2, 16) * 1e-4]
+    sizes = torch.tensor([0.0, 1e4, 1e-4]).view(3, 1, 1)
+    hostile = list(sizes * torch.randn(3, 2, 16))
     for value in (80.0, -80.0):
-        assert depth_attention(hostile, torch.full((16,), value)).isfinite().all()
+        read = depth_attention(hostile, torch.full((16,), value))
+        assert read.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_one_rounding_away_from_fp32(dtype):
     sources, query, key_weight = draw(9, 64, dtype=torch.float32)
     low = [source.detach().to(dtype) for source in sources]
-    exact = depth_attention([s.float() for s in low], query, key_weight).to(dtype)
-    outs, lses = reference.attend_blocks(low, query.unsqueeze(0), key_weight.unsqueeze(0), 1e-6)
+    wide = [source.float() for source in low]
+    exact = depth_attention(wide, query, key_weight).to(dtype)
+    outs, lses = reference.attend_blocks(low, query[None], key_weight[None], 1e-6)
     assert_all_equal((depth_attention(low, query, key_weight), outs[0]), (exact, exact))
     assert lses.dtype == torch.float32
 
@@ -129,15 +136,14 @@ def test_autocast_rounds_nothing():
     folded = (query * key_weight).unsqueeze(0)
 
     def results():
-        first_phase = reference.attend_blocks
-        out, lse = first_phase(blocks, query.unsqueeze(0), key_weight.unsqueeze(0), 1e-6)
+        out, lse = reference.attend_blocks(blocks, query[None], key_weight[None], 1e-6)
         scores = [reference.score(source, folded, 1e-6)[2][0] for source in blocks]
         mixed, lses, _ = reference.mix(blocks, scores, key_weight)
-        weights = (key_weight, key_weight)
-        merged = reference.merge_partial(last, query, out[0], lse[0], *weights, 1e-6)
-        read, weights = depth_attention(sources, query, key_weight, return_weights=True)
+        arguments = last, query, out[0], lse[0], key_weight, key_weight
+        merged = reference.merge_partial(*arguments, 1e-6)
+        reads = depth_attention(sources, query, key_weight, return_weights=True)
         heads = depth_attention(sources, query, key_weight, heads=4)
-        return [out, lse, *scores, *mixed, *lses, merged, read, weights, heads]
+        return [out, lse, *scores, *mixed, *lses, merged, *reads, heads]
 
     plain = results()
     with torch.autocast("cpu", torch.bfloat16):
@@ -155,8 +161,9 @@ def test_rows_as_wide_as_a_program_holds_and_no_wider(monkeypatch):
 
 def test_kernels_take_no_part_in_transforms_of_torch_func(monkeypatch):
     monkeypatch.setattr(routing, "INSTALLED", True)
+    read = torch.vmap(lambda x: depth_attention([x, x], x, backend="triton"))
     with pytest.raises(BackendError, match=r"a transform of torch\.func is active"):
-        torch.vmap(lambda x: depth_attention([x, x], x, backend="triton"))(torch.ones(2, 4))
+        read(torch.ones(2, 4))
 
 
 def test_wrong_shapes_are_named():
@@ -181,10 +188,10 @@ def test_sums_source_by_source_are_those_of_products(sums, small, monkeypatch):
     """The faster way depends on the width; both paths are taken whatever that is here."""
     monkeypatch.setattr(reference, "SMALL", small)
     torch.manual_seed(0)
-    sources = [torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True) for _ in range(4)]
+    sources = leaves_of(torch.randn(4, 2, 5, 8, dtype=torch.float64))
     scores = torch.randn(2, 5, 4, sums, dtype=torch.float64, requires_grad=True)
     expected = torch.einsum("btns,nbtd->sbtd", scores.softmax(-2), torch.stack(sources))
-    outs, _, _ = reference.mix(sources, (scores[..., :1, :], scores[..., 1:, :]))
-    assert error(torch.stack(outs), expected) < 1e-12
-    squares = (expected.square().sum(), torch.stack(outs).square().sum())
-    torch.testing.assert_close(*(torch.autograd.grad(s, (scores, *sources)) for s in squares))
+    outs, _, _ = reference.mix(sources, scores.split([1, 3], -2))
+    mixed, inputs, seeds = torch.stack(outs), (scores, *sources), [torch.randn(expected.shape)]
+    results = [with_gradients([sum_], inputs, seeds) for sum_ in (mixed, expected)]
+    torch.testing.assert_close(*results, atol=1e-12, rtol=1e-12)

@@ -8,12 +8,13 @@ from kernel_cases import (
     HERE,
     assert_all_close,
     assert_all_equal,
-    assert_as_exact,
     assert_captured,
     assert_first_order,
+    check_against_fp64,
     error,
+    leaves_of,
     needs_gpu,
-    poisoned,
+    with_gradients,
     with_option,
 )
 
@@ -48,17 +49,19 @@ def draw(n, dim, tokens, norm, dtype=torch.float32, device=HERE):
         "each": (n + 2, dim),
         "constant": (n, n * dim),
     }[norm]
-    x, y = normal(tokens, n, dim, dtype=dtype), normal(tokens, dim, dtype=dtype)
+    x = normal(tokens, n, dim, dtype=dtype)
+    y = normal(tokens, dim, dtype=dtype)
     coefficients = [normal(tokens, n), normal(tokens, n, n), normal(tokens, n)]
     weight = normal(rows, width) / width**0.5
     products = (tokens, n, rows) if norm == "each" else (tokens, rows)
-    seeds = [normal(tokens, dim, dtype=dtype), normal(tokens, n, dim, dtype=dtype)]
-    return [x, y, *coefficients, weight], [*seeds, normal(*products)]
+    seeds = [normal(tokens, dim, dtype=dtype)]
+    seeds += [normal(tokens, n, dim, dtype=dtype), normal(*products)]
+    return [x, y, *coefficients, weight], seeds
 
 
-def run(inputs, seeds, norm, backend, dtype=None):
+def run(inputs, seeds, norm, backend):
     """Values and gradients of a read and a write whose coefficients depend on the streams."""
-    leaves = [t.to(dtype or t.dtype).detach().requires_grad_() for t in inputs]
+    leaves = leaves_of(inputs)
     x, y, post, res, pre, weight = leaves
     z, again, factors = None, x, None
     if norm != "constant":
@@ -67,19 +70,7 @@ def run(inputs, seeds, norm, backend, dtype=None):
     h = read_streams(again, pre, factors, backend=backend)
     out = write_streams(again, y + 0.5 * h, post, res, backend=backend)
     outputs = (h, out) if z is None else (h, out, z)
-    along = [seed.to(output.dtype) for seed, output in zip(seeds, outputs)]
-    gradients = torch.autograd.grad(outputs, leaves, along, allow_unused=True)
-    return [*outputs, *(g for g in gradients if g is not None)]
-
-
-def check(inputs, seeds, norm):
-    """The kernels' results, which are as exact as plain PyTorch's."""
-    with poisoned():
-        values = run(inputs, seeds, norm, "triton")
-    plain = run(inputs, seeds, norm, "reference")
-    truth = run([t.double() for t in inputs], seeds, norm, "reference", torch.float64)
-    assert_as_exact(values, plain, truth)
-    return values
+    return with_gradients(outputs, leaves, seeds)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -87,7 +78,8 @@ def check(inputs, seeds, norm):
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_kernels_are_as_exact_as_plain_pytorch(device, n, dim, tokens, norm, dtype):
     before = launches.copy()
-    assert len(check(*draw(n, dim, tokens, norm, dtype, device), norm)) >= 7
+    inputs, seeds = draw(n, dim, tokens, norm, dtype, device)
+    assert len(check_against_fp64(run, inputs, seeds, norm)) >= 7
     ran = launches - before
     assert all(ran[name] == 1 for name in OPERATORS)
     assert ran["score"] == (norm != "constant")
@@ -100,7 +92,7 @@ def test_the_kernels_are_as_exact_as_plain_pytorch(device, n, dim, tokens, norm,
 @pytest.mark.parametrize(("n", "dim"), [(1, 100), *SIZES])
 def test_many_tokens_are_as_exact_and_repeat_bit_by_bit(n, dim, norm, dtype):
     inputs, seeds = draw(n, dim, 1500, norm, dtype)
-    values = check(inputs, seeds, norm)
+    values = check_against_fp64(run, inputs, seeds, norm)
     for _ in range(20):
         assert_all_equal(values, run(inputs, seeds, norm, "triton"))
 
@@ -111,17 +103,16 @@ def test_what_is_left_unused_has_no_part_in_the_gradient(used, device):
     """Only the projection, only the read, both, and only the write."""
     inputs, seeds = draw(2, 20, 3, "together", device=device)
 
-    def gradient(backend, dtype):
-        x, y, post, res, pre, weight = (t.to(dtype) for t in inputs)
-        x.requires_grad_()
+    def results(backend, dtype):
+        (x,) = leaves_of(inputs[:1], dtype)
+        y, post, res, pre, weight = (t.to(dtype) for t in inputs[1:])
         z, again, factors = project_streams(x, weight, 1e-6, backend=backend)
         h = read_streams(again, pre, factors, backend=backend)
         outputs = (h, write_streams(again, y, post, res, backend=backend), z)
-        along = [seeds[k].to(dtype) for k in used]
-        return torch.autograd.grad([outputs[k] for k in used], x, along)[0]
+        return with_gradients([outputs[k] for k in used], [x], [seeds[k] for k in used])
 
-    truth = gradient("reference", torch.float64)
-    assert error(gradient("triton", torch.float32), truth) < 1e-5
+    values, truth = results("triton", torch.float32), results("reference", torch.float64)
+    assert all(error(*pair) < 1e-5 for pair in zip(values, truth, strict=True))
 
 
 def test_streams_that_share_their_memory_are_taken():
@@ -152,7 +143,8 @@ def test_second_derivatives_are_refused():
 
 def test_what_the_kernels_cannot_take_goes_to_the_reference_or_is_refused():
     many, pre = torch.randn(2, MAX_STREAMS + 1, 8), torch.randn(2, MAX_STREAMS + 1)
-    torch.testing.assert_close(read_streams(many, pre), (pre.unsqueeze(-1) * many).sum(-2))
+    expected = (pre.unsqueeze(-1) * many).sum(-2)
+    torch.testing.assert_close(read_streams(many, pre), expected)
     with pytest.raises(ValueError, match="up to 8 streams"):
         read_streams(many, pre, backend="triton")
     with pytest.raises(ValueError, match="dtype"):
