@@ -31,6 +31,7 @@ TWIN = 0.2  # budgets of two residuals match if their logarithms differ by less
 
 Points = Mapping[float, Mapping[int | None, float]]  # compute to the loss of each seed
 Place = tuple[float, int | None]  # a run: its budget and its seed
+Nearest = Mapping[float, float]  # every budget to the nearest one of the baseline
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def apart(budget: float, other: float) -> float:
     return abs(math.log(budget / other))
 
 
-def within(points: Points, nearest: Mapping[float, float], group: Sequence[float]) -> Points:
+def within(points: Points, nearest: Nearest, group: Sequence[float]) -> Points:
     """The points at budgets of a group."""
     return {compute: points[compute] for compute in points if nearest[compute] in group}
 
@@ -125,7 +126,7 @@ def within(points: Points, nearest: Mapping[float, float], group: Sequence[float
 # Step 2: groups of budgets
 
 
-def extra_seeds(points: Points, nearest: Mapping[float, float]) -> dict[float, int]:
+def extra_seeds(points: Points, nearest: Nearest) -> dict[float, int]:
     """Seeds beyond the first, by the baseline's budget."""
     return {nearest[compute]: len(losses) - 1 for compute, losses in points.items()}
 
@@ -182,7 +183,7 @@ def sigma_of(spread: Spread, pooled: float) -> float:
 # Step 4: runs of equal seed
 
 
-def twins_of(ours: Points, baseline: Points, nearest: Mapping[float, float]) -> dict[Place, Place]:
+def twins_of(ours: Points, baseline: Points, nearest: Nearest) -> dict[Place, Place]:
     """Our runs to the baseline's of equal seed, where their budgets match."""
     twins: dict[Place, Place] = {}
     for compute, seed in places_of(ours):
@@ -242,7 +243,7 @@ def noisy_curves(
     points: Points,
     normals: Mapping[Place, np.ndarray],
     noise: Mapping[float, Noise],
-    nearest: Mapping[float, float],
+    nearest: Nearest,
 ) -> list[Fit]:
     """A curve for each draw, through the losses plus noise."""
     losses = []

@@ -9,7 +9,8 @@ the right shapes, and that a state is a value.
 import copy
 import functools
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -163,7 +164,8 @@ def unlike(read: Tensor, x: Tensor) -> str:
 
 
 def misshapen(weights: Tensor, i: int, x: Tensor) -> str:
-    if weights.dim() == x.dim() + 1 and weights.shape[1:-1] == x.shape[:-1]:
+    tokens = x.shape[:-1]
+    if weights.dim() == len(tokens) + 2 and weights.shape[1:-1] == tokens:
         return ""
     shape = tuple(weights.shape)
     return f"_weights of read {i} gives {shape}, not (N, ..., H) for {tuple(x.shape)}"
@@ -211,9 +213,11 @@ def states(spec: str) -> str:
     first, second = residual.begin(one[0]), residual.begin(two[0])
     reads: list[tuple[Read, Read]] = []  # of both passes
     for i in range(SUBLAYERS):
-        (a, first), (b, second) = residual.read(first, i), residual.read(second, i)
-        first, second = residual.write(first, i, one[i + 1]), residual.write(second, i, two[i + 1])
+        a, first = residual.read(first, i)
+        b, second = residual.read(second, i)
         reads.append((a, b))
+        first = residual.write(first, i, one[i + 1])
+        second = residual.write(second, i, two[i + 1])
     reads.append((residual.end(first), residual.end(second)))
     if not all(map(equal, map(flat, zip(*reads)), alone)):
         return "two passes at a time disturb each other: what a pass needs belongs into the state, not self"
@@ -273,8 +277,9 @@ def maps(spec: str) -> str:
     matrix = mixing(model.residual, trace.sources)
     if not model.residual.scalar_mixing:
         return ""
+    stack = torch.stack(trace.sources)
     for i, (row, read) in enumerate(zip(matrix, trace.reads)):
-        mixed = torch.einsum("n...,n...d->...d", row, torch.stack(trace.sources))
+        mixed = torch.einsum("n...,n...d->...d", row, stack)
         if not torch.allclose(mixed, inputs(read)[0], atol=1e-4, rtol=1e-4):
             cure = "weights that are computed from the state pass through hold"
             cure += "; or mixes is 'channel' or 'operator'"
@@ -287,8 +292,8 @@ def cache(spec: str) -> str:
     """Tokens that come in portions see what they see in a whole pass."""
     model, text = scattered(spec), tokens()
     cache, whole = model.new_cache(len(text)), model(text)
-    portions = torch.cat([model(part, cache) for part in text.split([5, 1, 1, 5], 1)], 1)
-    distance = (portions - whole).abs().max()
+    portions = [model(portion, cache) for portion in text.split([5, 1, 1, 5], 1)]
+    distance = (torch.cat(portions, 1) - whole).abs().max()
     if distance < 1e-3:
         return ""
     cure = "a read that looks at other tokens needs token_local = False, resume and past"
@@ -315,9 +320,10 @@ def loading(spec: str) -> str:
 def stages(spec: str) -> str:
     """A network that is cut in two, as a pipeline does, computes the same."""
     residual, (x, *outputs) = scattered(spec).residual, sources()
-    cut = next((i for i in range(SUBLAYERS // 2, SUBLAYERS) if residual.may_cut(i)), None)
-    if cut is None:
+    cuts = [i for i in range(SUBLAYERS // 2, SUBLAYERS) if residual.may_cut(i)]
+    if not cuts:
         return ""
+    cut = cuts[0]
 
     # Each stage keeps the parameters of its sublayers.
     first, last = copy.deepcopy(residual), copy.deepcopy(residual)
@@ -325,9 +331,10 @@ def stages(spec: str) -> str:
     last.keep_only(cut, SUBLAYERS)
     cure = "parameters of sublayer i stand in a dict under str(i), those of the end under "
     cure += "str(sublayers)"
-    if both := sorted({*dict(first.named_parameters())} & {*dict(last.named_parameters())}):
+    both = {*dict(first.named_parameters())} & {*dict(last.named_parameters())}
+    if both:
         cure += "; or may_cut says where none is cut"
-        return f"both stages of a pipeline keep {', '.join(both)}: {cure}"
+        return f"both stages of a pipeline keep {', '.join(sorted(both))}: {cure}"
 
     # The state goes from one stage to the other.
     state = first.begin(x)
@@ -387,29 +394,29 @@ class Guard(Watcher):
         self.changed: list[str] = []
 
     def begin(self, residual: Residual, x: Tensor) -> State:
-        return self.compared("_begin", (x,), lambda: super(Guard, self).begin(residual, x))
+        with self.compared("_begin", (x,)):
+            return super().begin(residual, x)
 
     def read(
         self, residual: Residual, state: State, i: int, norm: Norm | None
     ) -> tuple[Read, State]:
-        return self.compared(
-            "_read", state, lambda: super(Guard, self).read(residual, state, i, norm)
-        )
+        with self.compared("_read", state):
+            return super().read(residual, state, i, norm)
 
     def write(self, residual: Residual, state: State, i: int, y: Tensor) -> State:
-        return self.compared(
-            "_write", (*state, y), lambda: super(Guard, self).write(residual, state, i, y)
-        )
+        with self.compared("_write", (*state, y)):
+            return super().write(residual, state, i, y)
 
     def end(self, residual: Residual, state: State, norm: Norm | None) -> Tensor:
-        return self.compared("_end", state, lambda: super(Guard, self).end(residual, state, norm))
+        with self.compared("_end", state):
+            return super().end(residual, state, norm)
 
-    def compared(self, method: str, arguments: Sequence[Tensor], call: Callable[[], Any]) -> Any:
+    @contextmanager
+    def compared(self, method: str, arguments: Sequence[Tensor]) -> Iterator[None]:
         before = [tensor.clone() for tensor in arguments]
-        result = call()
+        yield
         if method not in self.changed and not equal(before, arguments):
             self.changed.append(method)
-        return result
 
 
 def scattered(spec: str) -> Decoder:
@@ -417,7 +424,8 @@ def scattered(spec: str) -> Decoder:
 
     Its norms have a large eps, which lets a factor on a read through.
     """
-    model = Decoder(ModelConfig(**SHAPE, context=16, norm_eps=0.1, residual=spec)).eval()
+    config = ModelConfig(**SHAPE, context=16, norm_eps=0.1, residual=spec)
+    model = Decoder(config).eval()
     with torch.no_grad():
         for p in model.parameters():
             scale = 0.2 if p.dim() < 2 else 0.5 / p.shape[-1] ** 0.5
@@ -443,4 +451,5 @@ def flat(reads: Sequence[Read]) -> list[Tensor]:
 
 def equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     """To the bit, where NaN is NaN."""
-    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(some, others))
+    pairs = zip(map(torch.nan_to_num, some), map(torch.nan_to_num, others))
+    return all(torch.equal(a, b) for a, b in pairs)

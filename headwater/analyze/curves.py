@@ -21,7 +21,10 @@ Points = list[tuple[int, float, float | None]]  # step, tokens, value
 
 
 def points(rows: list[Record]) -> Points:
-    return [(row["step"], row["tokens"], number(row.get("loss"))) for row in rows]
+    curve: Points = []
+    for row in rows:
+        curve.append((row["step"], row["tokens"], number(row.get("loss"))))
+    return curve
 
 
 def smoothing_reach(count: int) -> int:
@@ -45,7 +48,8 @@ def smooth(curve: Points) -> Points:
         near = min(reach, i)
         low, high = i - near, min(i + near + 1, len(curve))
         if value is not None:
-            value = (sums[high] - sums[low]) / (counts[high] - counts[low])
+            total, count = sums[high] - sums[low], counts[high] - counts[low]
+            value = total / count
         smoothed.append((step, tokens, value))
     return smoothed
 
@@ -114,17 +118,19 @@ def _curve(run: RecordedRun, kind: str, baseline: RecordedRun | None) -> Points:
 def draw_curves(group: Group, kind: str, limit: int) -> dict[str, Any]:
     """The group's curves as the page's script takes them, each with at most `limit` points."""
     by_position = curves(group, kind)
-    lines = []
-    for position, curve in by_position.items():
-        lines.append({"seed": group.runs[position].seed, **_lists(curve, limit)})
+    runs = [group.runs[position] for position in by_position]
 
     # A seed that ran twice is drawn twice, and counts once in the mean.
-    counted = {id(run) for run in once([group.runs[position] for position in by_position])}
-    means = [curve for i, curve in by_position.items() if id(group.runs[i]) in counted]
+    counted = set(map(id, once(runs)))
+    lines, averaged = [], []
+    for run, curve in zip(runs, by_position.values(), strict=True):
+        lines.append({"seed": run.seed, **_lists(curve, limit)})
+        if id(run) in counted:
+            averaged.append(curve)
     recorded = max(map(len, by_position.values()), default=0)
     return {
         "runs": lines,
-        "mean": _lists(average(means), limit),
+        "mean": _lists(average(averaged), limit),
         "recorded": recorded,
         "window": 2 * smoothing_reach(recorded) + 1 if kind == "train" else 1,
     }

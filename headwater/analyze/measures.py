@@ -58,10 +58,10 @@ def semiseparable_rank(matrix: Tensor, tolerance: float = TOLERANCE) -> Tensor:
     """
     m = _tokens_first(matrix)
     largest = torch.linalg.svdvals(m).amax(-1, keepdim=True)
-    ranks = [
-        (torch.linalg.svdvals(m[..., k:, : k + 1]) > tolerance * largest).sum(-1)
-        for k in range(m.shape[-2])
-    ]
+    ranks = []
+    for k in range(m.shape[-2]):
+        values = torch.linalg.svdvals(m[..., k:, : k + 1])
+        ranks.append((values > tolerance * largest).sum(-1))
     return torch.stack(ranks).amax(0)
 
 

@@ -51,9 +51,10 @@ def _kind(model: dict[str, Any], sublayers: int) -> Cell:
     """The residual's `mixes`; a dash where the module of the residual is not imported."""
     try:
         with torch.device("meta"):
-            return Cell(build(str(model["residual"]), int(model["dim"]), sublayers).mixes)
+            residual = build(str(model["residual"]), int(model["dim"]), sublayers)
     except ValueError:
         return NO_CELL
+    return Cell(residual.mixes)
 
 
 def square(triangle: list[float | None]) -> Tensor:

@@ -74,13 +74,19 @@ def colours_of(arms: Collection[str]) -> dict[str, str]:
     """A name of COLOURS for each residual; beyond nine residuals they come again."""
     reserved = {colour for colour, _ in ARMS.values()}
     free = cycle(name for name in COLOURS if name not in reserved)
-    return {arm: ARMS[arm][0] if arm in ARMS else next(free) for arm in arms}
+    colours = {}
+    for arm in arms:
+        colours[arm] = ARMS[arm][0] if arm in ARMS else next(free)
+    return colours
 
 
 def lines_of(points: Mapping[str, Mapping[float, Sequence[float]]]) -> list[Line]:
     """A line for each residual, under its short name if it has one."""
-    colours = colours_of(points)
-    return [Line(ARMS.get(arm, ("", arm))[1], colours[arm], at) for arm, at in points.items()]
+    colours, lines = colours_of(points), []
+    for arm, at in points.items():
+        _, name = ARMS.get(arm, ("", arm))
+        lines.append(Line(name, colours[arm], at))
+    return lines
 
 
 def picture(panels: Sequence[Panel | Map], label: str) -> str:
@@ -157,9 +163,9 @@ class _Axes:
         # Lines with intervals stand side by side, so that no interval hides another one.
         self.spanned = [line for line in panel.lines if line.spans]
         self.room = SIDE * max(0, len(self.spanned) - 1) / 2
-        ends = [self._across(self.xs[0]), self._across(self.xs[-1])]
-        self._place_x = _scale(ends, LEFT + 8 + self.room, PANEL - RIGHT - self.room)
-        self._place_y = _scale([self.ticks[0], self.ticks[-1]], FLOOR, TOP)
+        across = [self._across(x) for x in self.xs]
+        self._place_x = _scale(across, LEFT + 8 + self.room, PANEL - RIGHT - self.room)
+        self._place_y = _scale(self.ticks, FLOOR, TOP)
 
     def _across(self, x: float) -> float:
         return math.log(x) if self.log else x
@@ -169,8 +175,9 @@ class _Axes:
 
     def place(self, x: float, y: float, aside: float = 0.0) -> tuple[float, float]:
         """The place of a point; what lies beyond the axis upwards stands at its end."""
-        y = min(max(y, self.ticks[0]), self.ticks[-1])
-        return round(self._place_x(self._across(x)) + aside, 1), round(self._place_y(y), 1)
+        x = self._place_x(self._across(x)) + aside
+        y = self._place_y(min(max(y, self.ticks[0]), self.ticks[-1]))
+        return round(x, 1), round(y, 1)
 
 
 def _panel(panel: Panel) -> list[str]:
@@ -180,10 +187,13 @@ def _panel(panel: Panel) -> list[str]:
     parts += _numbers_across(axes, panel)
 
     # Names stand beside the ends of their lines, from the top.
-    ends = [(axes.place(*(line.curve or _means(line))[-1])[1], line) for line in panel.lines]
-    ends.sort(key=lambda item: item[0])
-    places = _spaced([y + 4 for y, _ in ends])
-    for (_, line), end in zip(ends, places, strict=True):
+    def end_of(line: Line) -> float:
+        x, y = (line.curve or _means(line))[-1]
+        return axes.place(x, y)[1]
+
+    lines = sorted(panel.lines, key=end_of)
+    ends = _spaced([end_of(line) + 4 for line in lines])
+    for line, end in zip(lines, ends, strict=True):
         parts += _line(line, axes, end)
     return parts
 
@@ -217,7 +227,8 @@ def _line(line: Line, axes: _Axes, end: float) -> list[str]:
     """The curve, the intervals, the dots, and the name, which stands at the height `end`."""
     aside = axes.aside(line)
     curve = _means(line) if line.curve is None else line.curve
-    path = " ".join("{},{}".format(*axes.place(x, y, aside)) for x, y in curve)
+    places = [axes.place(x, y, aside) for x, y in curve]
+    path = " ".join(f"{x},{y}" for x, y in places)
     parts = [
         f'<g class="{line.colour}">',
         f'<polyline points="{path}" fill="none" stroke="currentColor" stroke-width="2"/>',
@@ -228,7 +239,8 @@ def _line(line: Line, axes: _Axes, end: float) -> list[str]:
         parts.append(f'<path d="M{x} {bottom}V{top}" stroke="currentColor" stroke-opacity="0.5"/>')
     for value, ys in line.points.items():
         for y in ys:
-            place = 'cx="{}" cy="{}"'.format(*axes.place(value, y, aside))
+            x, height = axes.place(value, y, aside)
+            place = f'cx="{x}" cy="{height}"'
             parts.append(f'<circle {place} r="2.5" fill="currentColor" fill-opacity="0.6"/>')
     name = f'x="{PANEL - RIGHT + 12}" y="{end:.1f}" class="named"'
     return [*parts, f"<text {name}>{escape(line.name)}</text></g>"]
@@ -246,15 +258,18 @@ def _spaced(ends: Sequence[float]) -> list[float]:
         places.append(max(end, places[-1] + 13) if places else end)
 
     # Upwards again, from the numbers below, or from the picture's end if there are many names.
-    floor = min(HIGH - 6, max(FLOOR, TOP + 13 * (len(ends) - 1)))
+    needed = TOP + 13 * (len(ends) - 1)
+    floor = min(HIGH - 6, max(FLOOR, needed))
     for below, index in enumerate(reversed(range(len(places)))):
         places[index] = min(places[index], floor - 13 * below)
     return places
 
 
 def _scale(values: Sequence[float], low: float, high: float) -> Callable[[float], float]:
-    first, last = values
-    return lambda value: low + (high - low) * (value - first) / ((last - first) or 1)
+    """The line from the first value, at `low`, to the last one, at `high`."""
+    first = values[0]
+    span = (values[-1] - first) or 1
+    return lambda value: low + (high - low) * (value - first) / span
 
 
 def _ticks(low: float, high: float) -> list[float]:

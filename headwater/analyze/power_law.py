@@ -36,7 +36,8 @@ class Fit:
         """The budget at which this curve has the loss; None at or below its floor."""
         if loss <= self.floor or self.scale <= 0:
             return None
-        return self.unit * ((loss - self.floor) / self.scale) ** (-1 / self.alpha)
+        falls = (loss - self.floor) / self.scale
+        return self.unit * falls ** (-1 / self.alpha)
 
 
 def fit(compute: Sequence[float], losses: Sequence[float]) -> Fit:
@@ -47,9 +48,8 @@ def fit(compute: Sequence[float], losses: Sequence[float]) -> Fit:
 def fit_each(compute: Sequence[float], losses: np.ndarray) -> list[Fit]:
     """Fit a curve to each row of losses (draws, points)."""
     if len(losses) > AT_ONCE:
-        return [*fit_each(compute, losses[:AT_ONCE]), *fit_each(compute, losses[AT_ONCE:])]
-    costs = np.asarray(compute, dtype=float)
-    budgets, budget_of_run, runs = np.unique(costs, return_inverse=True, return_counts=True)
+        return fit_each(compute, losses[:AT_ONCE]) + fit_each(compute, losses[AT_ONCE:])
+    budgets, budget_of_run, runs = np.unique(compute, return_inverse=True, return_counts=True)
     if len(budgets) < BUDGETS:
         raise UserError(
             f"a scaling fit needs runs at three budgets at least, and got {len(budgets)}"
@@ -67,8 +67,8 @@ def fit_each(compute: Sequence[float], losses: np.ndarray) -> list[Fit]:
     coarse = _best(ALPHAS[None], costs, means, share)[2]
     step = ALPHAS[1] / ALPHAS[0]
     fine = coarse[:, None] * np.geomspace(1 / step, step, 101)
-    floors, scales, alphas = (values.tolist() for values in _best(fine, costs, means, share))
-    return [Fit(*parameters, unit) for parameters in zip(floors, scales, alphas)]
+    parameters = np.stack(_best(fine, costs, means, share), -1)
+    return [Fit(floor, scale, alpha, unit) for floor, scale, alpha in parameters.tolist()]
 
 
 def _best(
@@ -81,7 +81,8 @@ def _best(
     powers = compute ** -alphas[..., None]  # (draws or 1, A, P)
     targets = means[:, None]  # (draws, 1, P)
     floors, scales = _lines(powers, targets, share)  # (draws, A)
-    errors = (floors[..., None] + scales[..., None] * powers - targets) ** 2 @ share
+    curves = floors[..., None] + scales[..., None] * powers
+    errors = (curves - targets) ** 2 @ share
     best = errors.argmin(-1)[:, None]
 
     def chosen(values: np.ndarray) -> np.ndarray:

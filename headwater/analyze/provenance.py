@@ -25,7 +25,8 @@ def facts(groups: list[Group]) -> str:
     written = max(run.written for run in runs)
 
     def together(describe: Callable[[RecordedRun], str]) -> str:
-        return " or ".join(unique(list(filter(None, map(describe, runs))), 3))
+        descriptions = [words for words in map(describe, runs) if words]
+        return " or ".join(unique(descriptions, 3))
 
     rows = {
         "Model": models(runs),
@@ -47,8 +48,8 @@ def facts(groups: list[Group]) -> str:
 
 
 def _seeds(groups: list[Group]) -> str:
-    counts = {len(once(group.runs)) for group in groups}
-    return " to ".join(map(str, sorted({min(counts), max(counts)})))
+    counts = sorted(len(once(group.runs)) for group in groups)
+    return " to ".join(dict.fromkeys([str(counts[0]), str(counts[-1])]))
 
 
 def _finished(groups: list[Group], runs: list[RecordedRun]) -> str:
@@ -84,7 +85,9 @@ def pattern(model: Record) -> str:
 def corpus(run: RecordedRun) -> str:
     """Name the text of a run, its tokens and the beginning of its hash."""
     source = section(run.config, "data").get("source")
-    names = [Path(str(name)).name for name in source] if isinstance(source, list) else []
+    names = []
+    if isinstance(source, list):
+        names = [Path(str(name)).name for name in source]
     digest = str(run.corpus.get("source_hash") or "")[:12]
     return _listed([*unique(names, 3), tokens(run), digest])
 
@@ -117,9 +120,8 @@ def optimizer(run: RecordedRun) -> str:
     settings = section(run.config, "optim")
     lr = settings.get("lr")
     rate = f"learning rate {lr:g}" if isinstance(lr, int | float) else ""
-    return _listed(
-        [str(settings.get("optimizer") or ""), rate, str(settings.get("schedule") or "")]
-    )
+    name, schedule = (str(settings.get(key) or "") for key in ("optimizer", "schedule"))
+    return _listed([name, rate, schedule])
 
 
 def versions(run: RecordedRun) -> str:

@@ -13,9 +13,10 @@ from headwater.runs.record import RecordedRun, number, section
 
 RATE = "optim.lr"
 Sweep = Mapping[float, Sequence[RecordedRun]]  # runs of one residual and size, by learning rate
+Rate = float | Literal["best"] | None
 
 
-def at_rate(runs: Sequence[RecordedRun], lr: float | Literal["best"] | None) -> list[RecordedRun]:
+def at_rate(runs: Sequence[RecordedRun], lr: Rate) -> list[RecordedRun]:
     """Choose runs by their learning rate.
 
     `lr`: a rate; "best": for each residual and size (all settings but the rate), the finished runs
@@ -49,8 +50,12 @@ def sweeps_of(runs: Sequence[RecordedRun]) -> list[Sweep]:
 
 def best_of(sweep: Sweep) -> list[RecordedRun]:
     """The finished runs of the rate with the lowest mean loss; none if no run has finished."""
-    finished = [[run for run in runs if run.summary is not None] for runs in sweep.values()]
-    return min(filter(None, finished), key=_mean_loss, default=[])
+    candidates = []
+    for runs in sweep.values():
+        finished = [run for run in runs if run.summary is not None]
+        if finished:
+            candidates.append(finished)
+    return min(candidates, key=_mean_loss, default=[])
 
 
 def _mean_loss(runs: Sequence[RecordedRun]) -> float:
@@ -97,7 +102,8 @@ def rates_by_budget(
 
 def _belief(sweep: Sweep, best: Sequence[RecordedRun]) -> str:
     """Count the seeds of the best rate, and say if it lies at the edge of what was tried."""
-    rate, seeds_tried = rate_of(best[0]), max(map(len, sweep.values()))
+    rate = rate_of(best[0])
+    seeds_tried = max(map(len, sweep.values()))
     few = f" of {seeds_tried}" if len(best) < seeds_tried else ""
     seeds = f"{len(best)}{few} seed{'s' * (seeds_tried > 1)}"
     if len(sweep) == 1:

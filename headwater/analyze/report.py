@@ -173,7 +173,8 @@ def policy(style: str, script: str) -> str:
 
 
 def digest(source: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
+    sha256 = hashlib.sha256(source.encode()).digest()
+    return "sha256-" + base64.b64encode(sha256).decode()
 
 
 def json_island(data: dict[str, Any]) -> str:

@@ -140,14 +140,15 @@ def difference_scale(groups: list[Group]) -> Scale | None:
 def place(value: float, scale: Scale) -> float:
     """Return a value's position in the drawing, in pixels."""
     low, high = scale
-    return round(EDGE + (value - low) / (high - low) * (WIDTH - 2 * EDGE), 1)
+    part = (value - low) / (high - low)
+    return round(EDGE + part * (WIDTH - 2 * EDGE), 1)
 
 
 def axis(scale: Scale) -> Cell:
     """Make the head of the column: zero and both ends. An end that is near zero has no room."""
     zero = place(0.0, scale)
     marks = [_mark(zero, "middle", "0")]
-    for value, x, anchor in ((scale[0], 0.0, "start"), (scale[1], float(WIDTH), "end")):
+    for value, x, anchor in zip(scale, (0.0, float(WIDTH)), ("start", "end"), strict=True):
         if value != 0 and abs(place(value, scale) - zero) >= 56:
             marks.append(_mark(x, anchor, minus(f"{value:+.2g}")))
     size = f'width="{WIDTH}" height="14"'
@@ -181,13 +182,13 @@ def bar(paired: Paired, scale: Scale) -> list[str]:
     if paired.interval is None:
         return []
     y = HEIGHT / 2
-    low, high = (min(max(end, scale[0]), scale[1]) for end in paired.interval)
-    line = f'x1="{place(low, scale)}" x2="{place(high, scale)}" y1="{y}" y2="{y}"'
-    parts = [f'<line class="interval" {line}/>']
-    for end, visible, way in ((paired.interval[0], low, -1), (paired.interval[1], high, 1)):
-        x = place(visible, scale)
+    low, high = paired.interval
+    left, right = (place(min(max(end, scale[0]), scale[1]), scale) for end in (low, high))
+    parts = [f'<line class="interval" x1="{left}" x2="{right}" y1="{y}" y2="{y}"/>']
+    ends = (left, -1, low < scale[0]), (right, 1, high > scale[1])
+    for x, way, beyond in ends:
         shape = f"M{x},{y - 5}v10"
-        if end != visible:
+        if beyond:
             shape = f"M{x - 1 * way},{y - 4}l{5 * way},4l{-5 * way},4"
         parts.append(f'<path class="interval" d="{shape}"/>')
     return parts

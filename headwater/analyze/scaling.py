@@ -121,7 +121,8 @@ def compare_scaling(
 
 def fit_points(points: Points) -> Fit:
     places = places_of(points)
-    return fit([compute for compute, _ in places], [points[c][seed] for c, seed in places])
+    losses = [points[compute][seed] for compute, seed in places]
+    return fit([compute for compute, _ in places], losses)
 
 
 def multiplier_interval(

@@ -41,7 +41,8 @@ def points_of(
     runs_by_place: dict[tuple[str, float, int | None], RecordedRun] = {}
     first_by_context: dict[Any, RecordedRun] = {}  # a longer context has other windows anyway
     for run in runs:
-        compute, value = cost(run), number((run.summary or {}).get(loss))
+        compute = cost(run)
+        value = number((run.summary or {}).get(loss))
         if compute is None or value is None:
             continue
 

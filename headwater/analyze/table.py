@@ -67,7 +67,9 @@ def residual_table(
 
     Returns a `Row` for each. Raises ValueError for an unknown name or option.
     """
-    return [_row(spec, dim, 2 * layers) for spec in (names() if specs is None else specs)]
+    if specs is None:
+        specs = names()
+    return [_row(spec, dim, 2 * layers) for spec in specs]
 
 
 def print_table(rows: Sequence[Row]) -> None:
@@ -97,7 +99,8 @@ def print_options(specs: Iterable[str]) -> None:
 
 def _paragraphs(cls: type[Residual]) -> str:
     """A docstring after its first line, its indentation taken away."""
-    return "\n".join(inspect.cleandoc(cls.__doc__ or "").splitlines()[1:]).strip()
+    docstring = inspect.cleandoc(cls.__doc__ or "")
+    return docstring.partition("\n")[2].strip()
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -177,7 +180,8 @@ def _traffic(residual: Residual) -> tuple[float, float, float]:
     """Return the largest state, fused and eager traffic of a pass, in (tokens x D) tensors."""
     unit = TOKENS * residual.dim
     sources = torch.randn(residual.sublayers + 1, 1, TOKENS, residual.dim)
-    state, stored, least, eager = residual.begin(sources[0].clone()), 0, 0, 0
+    state = residual.begin(sources[0].clone())
+    stored = least = eager = 0
     constant = {_storage(p) for p in residual.parameters()}
 
     def measure(call: Callable[..., Any], state: State, *rest: Any) -> Any:
@@ -219,7 +223,8 @@ def _reads(spec: str, dim: int, sublayers: int) -> Tensor:
     # The same stream and sublayers for every residual, in fp64.
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 3, dim, generator=generator, dtype=torch.float64)
-    maps = torch.randn(sublayers, 2, dim, dim, generator=generator, dtype=torch.float64) / dim**0.5
+    maps = torch.randn(sublayers, 2, dim, dim, generator=generator, dtype=torch.float64)
+    maps /= dim**0.5
     torch.manual_seed(1)
     residual = build(spec, dim, sublayers).double().eval()
     state, reads = residual.begin(x), []

@@ -43,7 +43,8 @@ def findings(groups: list[Group]) -> list[str]:
     sentences = []
     if len(rivals) > 4:
         sentences.append(tally(rivals))
-        rivals = sorted(rivals, key=_below if len(_bases(rivals)) > 1 else _ending)[:3]
+        order = _below if len(_bases(rivals)) > 1 else _ending
+        rivals = sorted(rivals, key=order)[:3]
     sentences += map(finding, rivals)
     if not sentences:
         return _endings(groups[:6])
@@ -100,7 +101,8 @@ def _away(paired: Paired) -> str:
 def _in_bits(group: Group, base: Group) -> str:
     """Write the same in the unit of the terminal, if it is known of the same runs."""
     bits, values = group.final(BITS), pair(group.by_seed(BITS), base.by_seed(BITS))
-    if bits is None or len(values) < len(pair(group.by_seed(), base.by_seed())):
+    in_nats = pair(group.by_seed(), base.by_seed())
+    if bits is None or len(values) < len(in_nats):
         return ""
     return f" In bits per byte: {bits.mean:.4f}, {_away(Paired(values))}."
 
@@ -134,8 +136,12 @@ def interval(paired: Paired) -> str:
 
 
 def fewest_pairs(groups: list[Group]) -> int:
-    differences = [group.difference() for group in groups]
-    return min((len(paired.values) for paired in differences if paired is not None), default=0)
+    counts = []
+    for group in groups:
+        paired = group.difference()
+        if paired is not None:
+            counts.append(len(paired.values))
+    return min(counts, default=0)
 
 
 def mean(group: Group, key: str) -> float | None:

@@ -1,15 +1,18 @@
 """The inspector agrees with dense Jacobians, and with a loop over depth that is written out here."""
 
+import base64
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
-from tinymodels import model_of, tokens_of
+from tinymodels import inputs_of, model_of, tokens_of
 
 import headwater
 from headwater.analyze.inspector import removal
 from headwater.analyze.inspector.look import _affordable
+from headwater.analyze.inspector.page import ERROR, pack
 from headwater.analyze.inspector.serve import InspectorServer
 from headwater.analyze.inspector.shares import Shares
 from headwater.analyze.inspector.subject import Subject
@@ -29,18 +32,14 @@ close = torch.testing.assert_close
 
 def scattered(spec, **settings):
     """A small model whose parameters are off their start, and a prompt."""
-    return model_of(spec, scatter=True, **{"layers": 2} | settings), tokens_of(1, LENGTH)
+    model = model_of(spec, scatter=True, **{"layers": 2} | settings)
+    return model, tokens_of(1, LENGTH)
 
 
 def recorded(model, tokens):
     with torch.no_grad(), headwater.record(model.residual) as trace:
         model(tokens)
     return trace
-
-
-def inputs_of(x):
-    """The inputs of a sublayer: one, or query, key and value."""
-    return x if isinstance(x, tuple) else (x,)
 
 
 def forward(model, tokens, without=None):
@@ -55,8 +54,9 @@ def forward(model, tokens, without=None):
         y, _ = sublayer(without(i, x), rotary, None, (), False)
         sources.append(y)
         state = residual.write(state, i, y)
-    reads.append(residual.end(state))
-    return reads, sources, model.head(model.norm(without(len(sources) - 1, reads[-1])))
+    last = residual.end(state)
+    logits = model.head(model.norm(without(len(reads), last)))
+    return [*reads, last], sources, logits
 
 
 def less(x, shares):
@@ -64,13 +64,18 @@ def less(x, shares):
     rests = []
     for part, share in zip(inputs_of(x), shares, strict=True):
         rest = part - share
-        rounding = 1e-5 * part.abs().amax(-1, keepdim=True)
-        rests.append(torch.where(rest.abs().amax(-1, keepdim=True) > rounding, rest, 0.0))
+        size, whole = (x.abs().amax(-1, keepdim=True) for x in (rest, part))
+        rests.append(torch.where(size > 1e-5 * whole, rest, 0.0))
     return tuple(rests) if isinstance(x, tuple) else rests[0]
 
 
 def nats(logits, tokens):
-    return torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:], reduction="none")
+    losses = logits[0, :-1].log_softmax(-1)
+    return -losses.gather(-1, tokens[0, 1:, None]).squeeze(-1)
+
+
+def top_of(logits):
+    return logits[0].softmax(-1).topk(3)
 
 
 def shares_of(model, sources, read, source):
@@ -99,7 +104,7 @@ def test_weights_words_and_effects_are_those_computed_directly(spec):
     close(inspection.loss, nats(logits, tokens), **WITHIN)
     for top, parts in ((inspection.reads, first_inputs), (inspection.sources, sources)):
         for i, part in enumerate(parts):
-            likeliest = model.head(model.norm(part))[0].softmax(-1).topk(3)
+            likeliest = top_of(model.head(model.norm(part)))
             close(top.probabilities[i], likeliest.values.detach(), **WITHIN)
             assert torch.equal(top.ids[i], likeliest.indices)
     size = first_inputs[3][0].square().mean(-1).sqrt()
@@ -107,9 +112,9 @@ def test_weights_words_and_effects_are_those_computed_directly(spec):
     shares = {}
     for read, source in inspection.pairs:
         v = sources[source][0]
-        shares[read, source] = shares_of(model, sources, read, source)
-        weight = (shares[read, source][0] * v).sum(-1) / v.square().sum(-1)
-        close(inspection.mixing[read, source], weight, **WITHIN)
+        share = shares[read, source] = shares_of(model, sources, read, source)
+        along, length = (share[0] * v).sum(-1), v.square().sum(-1)
+        close(inspection.mixing[read, source], along / length, **WITHIN)
     check_removals(model, tokens, inspection, shares, nats(logits, tokens))
 
 
@@ -121,7 +126,8 @@ def check_removals(model, tokens, inspection, shares, loss):
         def without(i, x, source=source, sizes=sizes):
             rest = less(x, shares[i, source]) if source <= i else x
             for part, whole in zip(inputs_of(rest), inputs_of(x), strict=True):
-                sizes.extend((part.norm(dim=-1) / whole.norm(dim=-1)).flatten().tolist())
+                size = part.norm(dim=-1) / whole.norm(dim=-1)
+                sizes.extend(size.flatten().tolist())
             return rest
 
         logits = forward(model, tokens, without)[2]
@@ -129,7 +135,7 @@ def check_removals(model, tokens, inspection, shares, loss):
         smallest = min((size for size in sizes if size), default=1)
         within = {"atol": 1e-5 * max(1, 0.01 / smallest), "rtol": 0}
         close(inspection.removed.loss[source], nats(logits, tokens) - loss, **within)
-        likeliest = logits[0].softmax(-1).topk(3)
+        likeliest = top_of(logits)
         close(inspection.removed.top.probabilities[source], likeliest.values, **within)
         assert torch.equal(inspection.removed.top.ids[source], likeliest.indices)
     for place, (read, source) in enumerate(inspection.pairs):
@@ -138,14 +144,16 @@ def check_removals(model, tokens, inspection, shares, loss):
             return less(x, shares[read, source]) if i == read else x
 
         logits = forward(model, tokens, without_at)[2]
-        close(inspection.removed_at.loss[place], nats(logits, tokens) - loss, **WITHIN)
-        assert torch.equal(inspection.removed_at.top.ids[place, :, 0], logits[0].argmax(-1))
+        effect = inspection.removed_at
+        close(effect.loss[place], nats(logits, tokens) - loss, **WITHIN)
+        assert torch.equal(effect.top.ids[place, :, 0], logits[0].argmax(-1))
 
 
 def test_a_prompt_in_place_of_a_run_has_sizes_over_tokens_and_channels():
     """The report draws them beside those of runs, which are root mean squares of all numbers."""
     model, tokens = scattered("attnres-full")
-    run = prompted_run(headwater.inspect(model, tokens, removals="none"), dim=32, layers=2)
+    inspection = headwater.inspect(model, tokens, removals="none")
+    run = prompted_run(inspection, dim=32, layers=2)
     with torch.no_grad():
         reads, sources, _ = forward(model, tokens)
     (record,) = run.depth
@@ -186,8 +194,9 @@ def test_heads_and_inputs_have_weights_of_their_own():
     assert inspection.removed is inspection.removed_at is None
     inspection = headwater.inspect(*scattered("muddformer"), removals="sources")
     assert list(inspection.parts) == ["query", "key", "value"]
-    assert (inspection.parts["query"] - inspection.parts["value"]).abs().max() > 1e-2
-    assert torch.equal(inspection.parts["query"], inspection.mixing)
+    query, _, value = inspection.parts.values()
+    assert (query - value).abs().max() > 1e-2
+    assert torch.equal(query, inspection.mixing)
     assert inspection.removed.loss.shape == (5, LENGTH - 1)
 
 
@@ -268,11 +277,34 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(UserError, match=words):
             headwater.inspect(model, tokens)
-    own = torch.nn.Sequential(headwater.build("attnres-full", 4, 2), torch.nn.Linear(4, 4))
-    network = "converted; got a Sequential. Of a network of your own, headwater.record and"
-    for other, words in ((torch.nn.Linear(4, 4), "convert it first"), (own, network)):
+    linear = torch.nn.Linear(4, 4)
+    network = torch.nn.Sequential(headwater.build("attnres-full", 4, 2), linear)
+    for other, words in ((linear, "convert it first"), (network, "converted; got a Sequential")):
         with pytest.raises(UserError, match=words):
             headwater.inspect(other, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("values", "size"),
+    [
+        ([0, 255], 1),
+        ([3, 300], 2),  # two bytes, though half of the span would fit in one
+        ([-1, 2**16], 3),
+        ([0, 2**24], 4),
+        ([0.0, 200 * 2 * ERROR], 1),
+        ([-0.5, 0.1, 0.5], 2),
+        ([0.0, 100.0], 3),
+    ],
+)
+def test_numbers_travel_in_as_few_bytes_as_keep_them(values, size):
+    packed = pack(np.array(values))
+    data = base64.b64decode(packed["data"])
+    assert len(data) == size * len(values)
+    assert packed["bytes"] == size
+    for number, value in enumerate(values):
+        integer = int.from_bytes(data[number * size : (number + 1) * size], "little")
+        shown = packed["low"] + packed["step"] * integer
+        assert abs(shown - value) <= (ERROR if isinstance(value, float) else 0)
 
 
 def test_pairs_are_left_out_where_they_would_take_long():
@@ -298,11 +330,14 @@ def test_the_command_writes_one_page_of_one_model_or_of_two(tmp_path, capsys):
     assert main(["inspect", str(one), *words]) == 0
     assert str(page) in capsys.readouterr().out
     assert "<title>Inside one ·" in page.read_text()
-    assert main(["inspect", str(one), str(two), *words, "--top", "2", "--removals", "sources"]) == 0
+    words += ["--top", "2", "--removals", "sources"]
+    assert main(["inspect", str(one), str(two), *words]) == 0
     text = page.read_text()
     assert "<title>Inside one and two ·" in text
-    models = json.loads(text.partition('id="data">')[2].partition("</script>")[0])["models"]
-    assert [(model["reads"]["count"], model["removedAt"]) for model in models] == [(2, None)] * 2
+    data = text.partition('id="data">')[2].partition("</script>")[0]
+    for model in json.loads(data)["models"]:
+        assert model["reads"]["count"] == 2
+        assert model["removedAt"] is None
 
 
 def test_the_command_says_what_is_wrong(tmp_path, capsys):

@@ -1,7 +1,6 @@
 """The inspector's page in headless Chromium: choosing, comparing, sharing, downloading; and that tokens stay text."""
 
 import csv
-import io
 import json
 import re
 from dataclasses import replace
@@ -54,7 +53,8 @@ def look(spec="attnres-full", tokens=None, **options):
     """Inspect a small model whose parameters are off their start."""
     tokens = tokens_of(1, LENGTH) if tokens is None else tokens
     model = model_of(spec, scatter=True, layers=2)
-    return headwater.inspect(model, tokens, **({"tokenizer": Letters(), "name": spec} | options))
+    options = {"tokenizer": Letters(), "name": spec} | options
+    return headwater.inspect(model, tokens, **options)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,8 @@ def cell(page, read, source, model=0):
     panel.scroll_into_view_if_needed()
     canvas = panel.locator("canvas").bounding_box()
     size = canvas["width"] / 5
-    return canvas["x"] + (source + 0.5) * size, canvas["y"] + (read + 0.5) * size
+    x = canvas["x"] + (source + 0.5) * size
+    return x, canvas["y"] + (read + 0.5) * size
 
 
 def number(words: str, before: str = "") -> float:
@@ -91,6 +92,10 @@ def select(page, token) -> None:
 
 def words_of(page, selector: str) -> str:
     return page.locator(selector).inner_text()
+
+
+def texts_of(inspection, ids) -> list[str]:
+    return [inspection.texts[i] for i in ids.flatten().tolist()]
 
 
 def near(value, abs=6e-4):
@@ -108,7 +113,8 @@ def download(page, where: str, words: str) -> bytes:
 
 
 def table(page, where: str) -> list[dict]:
-    return list(csv.DictReader(io.StringIO(download(page, where, "CSV").decode())))
+    lines = download(page, where, "CSV").decode().splitlines()
+    return list(csv.DictReader(lines))
 
 
 @pytest.mark.parametrize("spec", ["attnres-full", "denseformer", "mhc", "ddl"])
@@ -130,9 +136,10 @@ def test_the_pages_numbers_are_the_inspections(visit, tmp_path, spec):
     }
     for name, values in expected.items():
         shown = torch.tensor(page.evaluate(f"[...models[0].{name}]"), dtype=torch.float64)
-        torch.testing.assert_close(shown, values.double().flatten(), atol=1e-5, rtol=0)
+        values = values.double().flatten()
+        torch.testing.assert_close(shown, values, atol=1e-5, rtol=0)
     texts = page.evaluate("[...models[0].removedAt.top.ids].map((place) => data.texts[place])")
-    assert texts == [inspection.texts[i] for i in inspection.removed_at.top.ids.flatten().tolist()]
+    assert texts == texts_of(inspection, inspection.removed_at.top.ids)
     assert page.locator("#grid .caption", has_text="matrices").count() == (spec == "ddl")
 
 
@@ -160,7 +167,7 @@ def test_a_token_a_read_and_a_source_are_chosen_and_taken_away(visit, inspection
     assert "at every read" in verdict
     assert number(verdict, "by") == near(removed.loss[1, 5])
     after = page.locator("#without .beside > div").nth(1).locator(".token").all_inner_texts()
-    assert after == clipped(page, [inspection.texts[i] for i in removed.top.ids[1, 5].tolist()])
+    assert after == clipped(page, texts_of(inspection, removed.top.ids[1, 5]))
     page.get_by_label("effects").check()
     assert "change of loss" in page.locator("#scale").text_content()
     page.locator("#tokens .every").click()
@@ -172,14 +179,15 @@ def test_the_lens_shows_what_reads_and_sources_say(visit, inspection, written):
     page = visit(address(written, token=4, read=2))
     rows = page.locator(".says tbody tr")
     assert rows.count() == 6  # the embedding, four sublayers, the head
-    ids = [*inspection.reads.ids[2, 4].tolist(), *inspection.sources.ids[3, 4].tolist()]
+    ids = torch.cat((inspection.reads.ids[2, 4], inspection.sources.ids[3, 4]))
     words = rows.nth(3).locator(".said").all_inner_texts()
-    assert words == clipped(page, [inspection.texts[i] for i in ids])
+    assert words == clipped(page, texts_of(inspection, ids))
     assert rows.nth(3).get_attribute("class") == "chosen"
     page.keyboard.press("a")
-    right = (inspection.reads.ids[4, :-1, 0] == torch.tensor(inspection.ids[1:])).float().mean()
-    share = rows.nth(5).locator("td").first.inner_text().split()[0].removeprefix("<")
-    assert number(share) / 100 == near(right, 2e-3)
+    likeliest, following = inspection.reads.ids[4, :-1, 0], torch.tensor(inspection.ids[1:])
+    right = (likeliest == following).float().mean()
+    share = rows.nth(5).locator("td").first.inner_text().split()[0]
+    assert number(share.removeprefix("<")) / 100 == near(right, 2e-3)
 
 
 def test_weight_against_effect_has_every_pair(visit, inspection, written):
@@ -188,11 +196,14 @@ def test_weight_against_effect_has_every_pair(visit, inspection, written):
     assert page.locator("#scatter .mark").count() == len(inspection.pairs) - 1
     page.locator("#scatter svg").focus()
     page.keyboard.press("ArrowRight")
-    shares = inspection.mixing / inspection.mixing.abs().sum(1, keepdim=True)
-    sizes = [(shares[r, s, 2].abs().item(), i) for i, (r, s) in enumerate(inspection.pairs) if r]
-    least, place = min(sizes)
+    sizes = inspection.mixing.abs()
+    shares = sizes / sizes.sum(1, keepdim=True)
+    dots = []
+    for place, (read, source) in enumerate(inspection.pairs[1:], 1):
+        dots.append((shares[read, source, 2].item(), place))
+    smallest, place = min(dots)
     words = words_of(page, "#tip")
-    assert number(words, "share of the row") == pytest.approx(least, rel=1e-2)
+    assert number(words, "share of the row") == pytest.approx(smallest, rel=1e-2)
     assert number(words, "loss without it") == near(inspection.removed_at.loss[place, 2])
 
 
@@ -208,7 +219,8 @@ def test_weight_times_size_is_what_a_source_brings(visit, tmp_path, spec):
     rows, columns = map(list, zip(*inspection.pairs))
     for expected in (brought[..., 2], brought.mean(-1)):
         cells = torch.tensor(page.evaluate(shown), dtype=torch.float64)
-        torch.testing.assert_close(cells, expected[rows, columns].double(), atol=2e-5, rtol=1e-4)
+        expected = expected[rows, columns].double()
+        torch.testing.assert_close(cells, expected, atol=2e-5, rtol=1e-4)
         points = page.evaluate("pointsOf(models[0]).map(({ x }) => x)")
         # The first read has one source
         assert points == cells[1:].abs().tolist()
@@ -217,7 +229,8 @@ def test_weight_times_size_is_what_a_source_brings(visit, tmp_path, spec):
     assert "Rank correlation of weight × size and size of the effect" in caption
     for where in ("grid", "scatter"):
         brings = float(table(page, where)[-1]["weight_times_size"])
-        assert brings == pytest.approx(brought[-1, -1].mean().item(), rel=1e-3)
+        expected = brought[-1, -1].mean().item()
+        assert brings == pytest.approx(expected, rel=1e-3)
 
 
 def test_two_models_side_by_side(visit, inspection, tmp_path):
@@ -252,7 +265,8 @@ def test_the_page_opens_where_the_last_read_misses_a_source_most(visit, inspecti
 
 def test_the_address_keeps_what_is_chosen_and_keys_reach_everything(visit, written):
     chosen = '#tokens [aria-checked="true"]'
-    page = visit(address(written, token=6, read=3, source=2, show="weight", away="all"))
+    choice = {"token": 6, "read": 3, "source": 2, "show": "weight", "away": "all"}
+    page = visit(address(written, **choice))
     assert page.locator(chosen).get_attribute("data-token") == "6"
     assert page.locator("#values :checked").get_attribute("value") == "weight"
     assert "output of sublayer 1, MLP, at every read" in words_of(page, "#without")
@@ -322,9 +336,9 @@ def test_tokens_and_names_are_never_markup(visit, tmp_path):
 
 def test_downloads_hold_what_is_shown(visit, inspection, written):
     page = visit(address(written, token=3, read=2))
-    rows = table(page, "grid")
-    assert [(int(row["read"]), int(row["source"])) for row in rows] == inspection.pairs
-    for row, (read, source), effect in zip(rows, inspection.pairs, inspection.removed_at.loss):
+    rows, effects = table(page, "grid"), inspection.removed_at.loss
+    for row, (read, source), effect in zip(rows, inspection.pairs, effects, strict=True):
+        assert (row["read"], row["source"]) == (str(read), str(source))
         assert float(row["weight"]) == near(inspection.mixing[read, source, 3], 1e-5)
         assert float(row["loss_without_it_here"]) == near(effect[3], 1e-5)
     assert download(page, "grid", "PNG").startswith(b"\x89PNG")
@@ -337,8 +351,8 @@ def test_downloads_hold_what_is_shown(visit, inspection, written):
     assert len(words) == LENGTH * 2 * 5 * 5
     probability = inspection.sources.probabilities[-1, -1, -1]
     assert float(words[-1]["probability"]) == near(probability, 1e-5)
-    everything = json.loads(download(page, "page", "JSON"))
-    assert everything["models"][0]["loss"] == pytest.approx(inspection.loss.tolist(), abs=1e-5)
+    (model,) = json.loads(download(page, "page", "JSON"))["models"]
+    assert model["loss"] == pytest.approx(inspection.loss.tolist(), abs=1e-5)
 
 
 def test_notes_heads_and_what_was_not_computed(visit, tmp_path):
@@ -365,11 +379,13 @@ def test_kinds_are_told_apart_and_experts_listed(visit, tmp_path):
     marks = page.locator("#grid svg .kindmark").all_text_contents()
     assert marks[::2] == ["K", "E", "L", "E"]
     assert re.search("KDA.*MoE.*MLA", words_of(page, "#kinds"), re.DOTALL)
-    row, chosen = page.locator(".experts tr").nth(1), inspection.experts[3].ids
-    assert row.locator(".expert code").all_inner_texts() == list(map(str, chosen[4].tolist()))
+    row, experts = page.locator(".experts tr").nth(1), inspection.experts[3].ids
+    names = row.locator(".expert code").all_inner_texts()
+    assert names == [str(expert) for expert in experts[4].tolist()]
     page.locator("#tokens .every").click()
-    often = chosen.flatten().bincount().max() / LENGTH
-    assert number(row.locator(".expert small").first.inner_text()) / 100 == near(often, 1e-2)
+    often = experts.flatten().bincount().max() / LENGTH
+    share = number(row.locator(".expert small").first.inner_text())
+    assert share / 100 == near(often, 1e-2)
 
 
 def test_a_notebook_shows_it_in_a_frame_of_its_own(visit, inspection, tmp_path):
@@ -391,16 +407,32 @@ def synthetic(length, layers):
         return torch.rand(*shape, generator=generator)
 
     def top(*shape):
-        return Top(torch.randint(0, 30000, (*shape, 5), generator=generator), rand(*shape, 5))
+        ids = torch.randint(0, 30000, (*shape, 5), generator=generator)
+        return Top(ids, rand(*shape, 5))
 
+    def removal(places):
+        return Removal(8 * rand(places, length - 1), top(places, length))
+
+    texts = {i: f"word{i}" for i in range(30000)}
     return Inspection(
-        name="large", residual="attnres-full", mixes="scalar", kinds=("attention", "mlp") * layers,
-        tokens=("w",) * length, ids=(0,) * length, texts={i: f"word{i}" for i in range(30000)} | {0: "w"},
-        loss=rand(length - 1), mixing=rand(sources, sources, length), parts={},
-        read_size=rand(sources, length), source_size=rand(sources, length), reads=top(sources, length),
-        sources=top(sources, length), experts={}, removed=Removal(8 * rand(sources, length - 1), top(sources, length)),
-        removed_at=Removal(8 * rand(pairs, length - 1), top(pairs, length)),
-    )  # fmt: skip
+        name="large",
+        residual="attnres-full",
+        mixes="scalar",
+        kinds=("attention", "mlp") * layers,
+        tokens=(texts[0],) * length,
+        ids=(0,) * length,
+        texts=texts,
+        loss=rand(length - 1),
+        mixing=rand(sources, sources, length),
+        parts={},
+        read_size=rand(sources, length),
+        source_size=rand(sources, length),
+        reads=top(sources, length),
+        sources=top(sources, length),
+        experts={},
+        removed=removal(sources),
+        removed_at=removal(pairs),
+    )
 
 
 def test_128_tokens_and_24_layers_stay_under_3_mb(visit, tmp_path):

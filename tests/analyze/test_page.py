@@ -1,7 +1,6 @@
-"""The report in headless Chromium: what is drawn, hovered, touched, sorted, downloaded, and kept inert."""
+"""The report in headless Chromium: what is drawn, hovered, touched, sorted and downloaded."""
 
 import csv
-import io
 import json
 import re
 from itertools import pairwise
@@ -9,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from runfolder import RESIDUALS, change_rows, make_comparison, make_run
+from runfolder import RESIDUALS, change_rows, make_comparison, make_run, read_rows
 from tinymodels import model_of
 
 import headwater
@@ -27,10 +26,18 @@ def last(folder: Path, kind: str, residual: int, key: str) -> list:
     """The last record of each seed of a residual."""
     values = []
     for seed in SEEDS:
-        lines = (folder / f"runs/{residual}-seed{seed}/metrics.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
-        values.append([row[key] for row in rows if row["kind"] == kind][-1])
+        rows = read_rows(folder / f"runs/{residual}-seed{seed}")
+        records = [row for row in rows if row["kind"] == kind]
+        values.append(records[-1][key])
     return values
+
+
+def average(folder: Path, kind: str, residual: int, key: str, *place: int) -> float:
+    """The mean over seeds of the last record's number, at a place in its lists."""
+    values = last(folder, kind, residual, key)
+    for index in place:
+        values = [value[index] for value in values]
+    return fmean(values)
 
 
 def count(page, *selectors: str) -> list[int]:
@@ -57,6 +64,10 @@ def press(page, selector: str, *keys: str) -> str:
     return tip(page)
 
 
+def boxes(page, selector: str) -> list[dict]:
+    return [element.bounding_box() for element in page.locator(selector).all()]
+
+
 def texts(page, selector: str) -> list[str]:
     return page.locator(selector).all_inner_texts()
 
@@ -79,22 +90,24 @@ def test_values_are_drawn_and_told_by_pointer_and_keyboard(visit, comparison, wr
     assert f"{fmean(losses):.4f} ({min(losses):.4f} to {max(losses):.4f})" in words
     label = page.locator("#eval svg").get_attribute("aria-label")
     for number, residual in enumerate(RESIDUALS):
-        assert f"{residual} ends at {fmean(last(comparison, 'eval', number, 'loss')):.4f}" in label
+        loss = average(comparison, "eval", number, "loss")
+        assert f"{residual} ends at {loss:.4f}" in label
 
     # A cell of a map; above the diagonal there is nothing.
-    weight = fmean(matrix[9][3] for matrix in last(comparison, "depth", 2, "mixing"))
+    weight = average(comparison, "depth", 2, "mixing", 9, 3)
     svg = "#maps .panel:nth-child(3) svg"
     canvas = page.locator("#maps .panel:nth-child(3) canvas").bounding_box()
     edge = page.locator(svg).bounding_box()
     size = canvas["width"] / 13
-    x, y = canvas["x"] - edge["x"] + 3.5 * size, canvas["y"] - edge["y"] + 9.5 * (size - 5 / 13)
+    x = canvas["x"] - edge["x"] + 3.5 * size
+    y = canvas["y"] - edge["y"] + 9.5 * (size - 5 / 13)
     words = hover(page, svg, x, y)
     assert "Read 9, before mlp" in words
     assert "output of sublayer 2, attention" in words
     assert f"{float(f'{weight:.3g}'):g}" in words
     assert hover(page, svg, canvas["width"], y) == ""
 
-    gradient = fmean(values[0] for values in last(comparison, "depth", 0, "gradient_norm"))
+    gradient = average(comparison, "depth", 0, "gradient_norm", 0)
     words = hover(page, "#measure-gradient .panel:nth-child(1) svg", 45, 80)
     assert "Sublayer 0, attention" in words
     assert f"{float(f'{gradient:.3g}'):g}" in words
@@ -108,28 +121,27 @@ def test_values_are_drawn_and_told_by_pointer_and_keyboard(visit, comparison, wr
 def test_charts_that_show_the_same_share_their_cursor(visit, written):
     page = visit(written)
     hover(page, "#eval svg", 400, 100)
-    assert (
-        count(page, *(f"#{kind} line.cursor" for kind in ("eval", "train", "difference")))
-        == [1] * 3
-    )
-    dots = page.locator("#eval .marks circle").all()
-    largest = max(dots, key=lambda dot: float(dot.get_attribute("r")))
-    nearest = min(dots, key=lambda dot: abs(float(dot.get_attribute("cy")) - 100))
-    assert largest.get_attribute("cy") == nearest.get_attribute("cy")
+    cursors = [f"#{kind} line.cursor" for kind in ("eval", "train", "difference")]
+    assert count(page, *cursors) == [1] * 3
+    marks = page.locator("#eval .marks circle").all()
+    dots = [(float(mark.get_attribute("r")), float(mark.get_attribute("cy"))) for mark in marks]
+    _, height_of_largest = max(dots)
+    assert height_of_largest == min((y for _, y in dots), key=lambda y: abs(y - 100))
     assert re.search(r"\d\.\d{4}", page.locator("#tip .near").inner_text())
 
     # Maps and measures are linked by read: a cell in each map, a line in each measure.
     page = visit(written)
     press(page, "#maps .panel:nth-child(2) svg", "ArrowUp", "ArrowRight")
-    cells = [mark.bounding_box() for mark in page.locator("#maps .cursor.cell").all()]
-    canvases = [canvas.bounding_box() for canvas in page.locator("#maps canvas").all()]
-    places = [(c["x"] - m["x"], c["y"] - m["y"], c["width"]) for c, m in zip(cells, canvases)]
+    places = []
+    for cell, canvas in zip(boxes(page, "#maps .cursor.cell"), boxes(page, "#maps canvas")):
+        places.append((cell["x"] - canvas["x"], cell["y"] - canvas["y"], cell["width"]))
     assert places == [pytest.approx(places[0], abs=1)] * 3
     assert page.locator("#tip .near").inner_text().startswith("attnres-block")
     assert count(page, "#tip div", "#measure-gradient .cursor") == [4, 3]
     press(page, "#measure-gradient .panel:nth-child(1) svg", "ArrowRight", "ArrowRight")
-    widths = [mark.bounding_box()["width"] for mark in page.locator("#maps .cursor.cell").all()]
-    assert widths == pytest.approx([2 * places[0][2]] * 3, rel=0.1)  # read 1 has two sources
+    widths = [cell["width"] for cell in boxes(page, "#maps .cursor.cell")]
+    # Read 1 has two sources.
+    assert widths == pytest.approx([2 * places[0][2]] * 3, rel=0.1)
     page.keyboard.press("Escape")
     assert count(page, ".cursor") == [0]
 
@@ -166,7 +178,7 @@ def test_every_control_changes_what_is_drawn(visit, comparison, written):
     page = visit(written)
     page.get_by_label("minus standard").check()
     assert count(page, "#maps canvas", "#maps .panel") == [2, 2]
-    share = fmean(matrix[12][0] for matrix in last(comparison, "depth", 2, "mixing"))
+    share = average(comparison, "depth", 2, "mixing", 12, 0)
     words = press(page, "#maps .panel:nth-child(2) svg", "ArrowDown")  # the final read's embedding
     shown = re.search(r"attnres-full\s+(\S+)", words).group(1).replace("−", "-")
     assert float(shown) == pytest.approx(share - 1 / 13, rel=0.02, abs=3e-4)
@@ -177,10 +189,11 @@ def test_the_even_spread_is_in_the_units_of_its_axis(visit, written):
     """The plain residual spreads its weights evenly: its dots lie on the dotted line."""
     panel = visit(written).locator("#measure-entropy .panel:nth-child(1)")
     path = panel.locator("path.reference").get_attribute("d")
-    line = [(float(x), float(y)) for x, y in re.findall(r"([\d.]+),([\d.]+)", path)]
+    line = [tuple(map(float, point)) for point in re.findall(r"([\d.]+),([\d.]+)", path)]
     dots = []
     for dot in panel.locator("circle.dot").all():
-        dots.append((float(dot.get_attribute("cx")), float(dot.get_attribute("cy"))))
+        place = dot.get_attribute("cx"), dot.get_attribute("cy")
+        dots.append(tuple(map(float, place)))
     assert dots == [pytest.approx(point, abs=0.7) for point in line[:12]]
     heights = [y for _, y in line]
     assert max(heights) - min(heights) > 80
@@ -215,7 +228,8 @@ def download(page, figure: str, words: str) -> bytes:
 
 
 def table_of(page, figure: str) -> list[dict]:
-    return list(csv.DictReader(io.StringIO(download(page, figure, "CSV").decode())))
+    lines = download(page, figure, "CSV").decode().splitlines()
+    return list(csv.DictReader(lines))
 
 
 def test_numbers_and_pictures_are_downloaded_as_they_are_drawn(visit, comparison, written):
@@ -231,8 +245,12 @@ def test_numbers_and_pictures_are_downloaded_as_they_are_drawn(visit, comparison
     assert float(curve[39]["loss"]) == pytest.approx(loss, rel=1e-4)
     cells = table_of(page, "maps")
     assert len(cells) == 3 * 91
-    row = [cell for cell in cells if (cell["residual"], cell["read"]) == ("attnres-full", "12")]
-    assert sum(float(cell["share of the row"]) for cell in row) == pytest.approx(1, abs=0.01)
+    shares = []
+    for cell in cells:
+        if (cell["residual"], cell["read"]) == ("attnres-full", "12"):
+            shares.append(float(cell["share of the row"]))
+    assert len(shares) == 13
+    assert sum(shares) == pytest.approx(1, abs=0.01)
     measured = table_of(page, "mixing")
     assert [one["Residual"] for one in measured] == RESIDUALS
     assert float(measured[0]["Row sum"]) == 7  # of 1 to 13
@@ -254,9 +272,8 @@ def test_numbers_and_pictures_are_downloaded_as_they_are_drawn(visit, comparison
         assert all(f'="{colour}"' in drawn for colour in colours)
         image = download(page, figure, "PNG")
         assert image.startswith(b"\x89PNG")
-        assert (
-            int.from_bytes(image[16:20]) >= 2 * page.locator(f"#{figure}").bounding_box()["width"]
-        )
+        (box,) = boxes(page, f"#{figure}")
+        assert int.from_bytes(image[16:20]) >= 2 * box["width"]
         assert len(image) > 10_000  # a blank sheet takes less
 
 
@@ -270,14 +287,15 @@ def test_one_evaluation_is_drawn_as_dots_and_a_point_between_gaps_too(visit, tmp
     """README's own example: twenty steps, evaluated once."""
     residuals = ["standard", "attnres-full"]
     folder = make_comparison(tmp_path / "c", residuals, SEEDS, layers=2, steps=20, records=1)
+
+    def only_the_last(row: dict) -> dict | None:
+        return row if row["kind"] != "eval" or row["step"] == 20 else None
+
     for run in (folder / "runs").iterdir():
-        change_rows(run, lambda row: row if row["kind"] != "eval" or row["step"] == 20 else None)
+        change_rows(run, only_the_last)
     page = visit(write_report([folder]))
-    assert count(page, "#eval circle.seed", "#difference circle.seed", "#eval path.mean") == [
-        6,
-        3,
-        2,
-    ]
+    drawn = ("#eval circle.seed", "#difference circle.seed", "#eval path.mean")
+    assert count(page, *drawn) == [6, 3, 2]
     finals = last(folder, "eval", 1, "loss")
     label = page.locator("#eval svg").get_attribute("aria-label")
     assert f"attnres-full ends at {fmean(finals):.4f}" in label
@@ -306,9 +324,8 @@ def test_one_evaluation_is_drawn_as_dots_and_a_point_between_gaps_too(visit, tmp
 def test_models_that_read_a_prompt_have_no_results_and_no_section_about_loss(
     visit, comparison, tmp_path
 ):
-    inspection = headwater.inspect(
-        model_of("attnres-full"), [1, 2, 3], name="mine", removals="none"
-    )
+    options = {"name": "mine", "removals": "none"}
+    inspection = headwater.inspect(model_of("attnres-full"), [1, 2, 3], **options)
     model = prompted_run(inspection, dim=32, layers=4)
     archive = make_run(tmp_path / "archive")
     (archive / "metrics.jsonl").unlink()  # its result is left
@@ -355,8 +372,8 @@ def test_a_finger_leaves_the_words_standing(visit, written):
 def test_nineteen_residuals_have_looks_names_and_light_of_their_own(visit, tmp_path):
     arms = sorted(names(), key=lambda name: name != "standard")
     assert len(arms) >= 19
-    folder = make_comparison(tmp_path / "c", arms, [0, 1], layers=4, steps=80, records=2)
-    page = visit(write_report([folder]))
+    size = {"layers": 4, "steps": 80, "records": 2}
+    page = visit(write_report([make_comparison(tmp_path / "c", arms, [0, 1], **size)]))
     looks = {
         "#eval path.mean": "getComputedStyle(p).stroke + getComputedStyle(p).strokeDasharray",
         ".loss .legend .key": "getComputedStyle(p).color + getComputedStyle(p).backgroundImage",
@@ -366,14 +383,14 @@ def test_nineteen_residuals_have_looks_names_and_light_of_their_own(visit, tmp_p
         assert len(shown) == len(set(shown)) == len(arms)
     for span in ("whole run", "last tenth"):
         page.get_by_label(span).check()
-        boxes = [text.bounding_box() for text in page.locator("#eval text.ending").all()]
-        boxes.sort(key=lambda box: box["y"])
-        assert len(boxes) == len(arms)
-        assert all(below["y"] - above["y"] >= 13.5 for above, below in pairwise(boxes))
-        assert all(box["x"] + box["width"] <= 1280 for box in boxes)
-        chart = page.locator("#eval svg").bounding_box()
-        assert boxes[0]["y"] >= chart["y"] + 10
-        assert boxes[-1]["y"] + boxes[-1]["height"] <= chart["y"] + chart["height"] - 20
+        endings = sorted(boxes(page, "#eval text.ending"), key=lambda box: box["y"])
+        assert len(endings) == len(arms)
+        assert all(below["y"] - above["y"] >= 13.5 for above, below in pairwise(endings))
+        assert all(box["x"] + box["width"] <= 1280 for box in endings)
+        (chart,) = boxes(page, "#eval svg")
+        top, bottom = endings[0], endings[-1]
+        assert top["y"] >= chart["y"] + 10
+        assert bottom["y"] + bottom["height"] <= chart["y"] + chart["height"] - 20
 
     # Thin lines are a tangle until one residual is asked for.
     assert count(page, "#eval path.thin", "#eval path.thin:visible") == [2 * len(arms), 0]

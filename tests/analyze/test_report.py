@@ -7,7 +7,15 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import pytest
-from runfolder import append_rows, make_comparison, make_run, rewrite, words_of, write_json
+from runfolder import (
+    RESIDUALS,
+    append_rows,
+    make_comparison,
+    make_run,
+    rewrite,
+    words_of,
+    write_json,
+)
 
 from headwater.analyze.curves import curves, draw_curves, draw_depth, smooth, thin
 from headwater.analyze.report import write_report
@@ -82,6 +90,17 @@ def test_the_first_residual_of_a_comparison_is_the_baseline_and_gives_the_order(
     assert re.search(r"rezero reaches .* attnres-full", words_of(page))
 
 
+@pytest.mark.parametrize("residuals", [["standard", "rezero"], ["mhc", "rezero"]])
+def test_the_baseline_is_grey_and_others_have_colours_in_their_order(tmp_path, residuals):
+    """The neutral colour is the baseline's alone; runs without one begin with the first hue."""
+    for residual in residuals:
+        make_run(tmp_path / "runs" / residual, residual, **SMALL)
+    page = write_report([tmp_path]).read_text()
+    colours = re.findall(r'<i class="key (c\d)[^"]*"></i><code>(\w+)', page)
+    first = 0 if "standard" in residuals else 1
+    assert colours[:2] == [(f"c{first}", residuals[0]), (f"c{first + 1}", residuals[1])]
+
+
 def test_the_headline_has_bits_per_byte_where_they_are_known(tmp_path):
     folder = two(tmp_path / "compare", "rezero")
     for index, losses in enumerate(((2.0, 2.2), (1.9, 2.2))):
@@ -136,16 +155,15 @@ def test_a_difference_is_judged_by_its_paired_interval(tmp_path, shifts, verdict
 
 
 def test_few_seeds_say_what_they_can_tell(tmp_path):
-    one = read(arms(tmp_path / "one", {"standard": [2.0], "rezero": [1.9]}))
-    assert "it shows that a residual trains, but no difference can be significant" in one
-    assert "95 % interval" not in one
-    losses = {"standard": [2.0, 2.1], "rezero": [1.9, 2.05], "highway": [2.0, 2.2]}
-    words = read(arms(tmp_path / "two", losses))
+    one_seed = {"standard": [2.0], "rezero": [1.9]}
+    words = read(arms(tmp_path / "one", one_seed))
+    assert "it shows that a residual trains, but no difference can be significant" in words
+    assert "95 % interval" not in words
+    two_seeds = {"standard": [2.0, 2.1], "rezero": [1.9, 2.05], "highway": [2.0, 2.2]}
+    words = read(arms(tmp_path / "two", two_seeds))
     limit = "With 2 seeds and 2 residuals, a difference is significant if it exceeds 18 times"
     assert words.count(limit) == 1
-    assert (
-        "95 % intervals (Student's t) that hold for all 2 residuals at once (Bonferroni)" in words
-    )
+    assert "(Student's t) that hold for all 2 residuals at once (Bonferroni)" in words
 
 
 def test_many_residuals_widen_every_interval(tmp_path):
@@ -174,14 +192,15 @@ def test_lowest_is_said_only_where_every_pair_differs_significantly(tmp_path):
         page = write_report([arms(tmp_path / name, losses)]).read_text()
         assert page.count('class="best"') == (name == "clear"), name
         assert ("<small>lowest</small>" in page) == (name == "clear")
-    one = write_report([arms(tmp_path / "one", {"standard": [2.0], "rezero": [1.0]})]).read_text()
-    assert 'class="best"' not in one
+    one_seed = arms(tmp_path / "one", {"standard": [2.0], "rezero": [1.0]})
+    assert 'class="best"' not in write_report([one_seed]).read_text()
 
 
 def test_the_first_lines_name_the_lowest_of_many(tmp_path):
     ends = {"standard": 2.0, "rezero": 2.3, "highway": 1.7, "mhc": 2.2}
     ends |= {"laurel": 1.9, "ddl": 1.8, "deepnorm": 2.4}
-    words = read(arms(tmp_path / "c", {name: [end, end + 0.01] for name, end in ends.items()}))
+    losses = {name: [end, end + 0.01] for name, end in ends.items()}
+    words = read(arms(tmp_path / "c", losses))
     assert re.findall(r"(\w+) reaches", words) == ["highway", "ddl", "laurel"]
     counts = "3 significantly lower and 3 significantly higher. The lowest three:"
     assert f"6 residuals against standard: {counts}" in words
@@ -189,13 +208,13 @@ def test_the_first_lines_name_the_lowest_of_many(tmp_path):
 
 def test_the_first_lines_of_several_sizes_name_the_lowest_differences(tmp_path):
     """The lowest losses would be those of the largest models."""
-    for layers, base in ((1, 3.0), (2, 2.0), (3, 1.0)):
+    for layers in (1, 2, 3):
+        base = 4.0 - layers
         losses = {"standard": base, "rezero": base, "highway": base + layers / 100}
         losses["rezero"] -= 0.1 * (layers == 1)
         for residual, loss in losses.items():
-            run = make_run(
-                tmp_path / "runs" / f"{residual}-{layers}", residual, layers=layers, steps=5
-            )
+            folder = tmp_path / "runs" / f"{residual}-{layers}"
+            run = make_run(folder, residual, layers=layers, steps=5)
             rewrite(run / "summary.json", loss=loss)
     page = write_report([tmp_path])
     assert "<title>9 variants" in page.read_text()
@@ -209,11 +228,8 @@ def test_the_first_lines_of_several_sizes_name_the_lowest_differences(tmp_path):
 
 def test_variants_of_several_sizes_are_judged_together(tmp_path):
     for layers in (1, 2, 3):
-        for residual in ("standard", "rezero"):
-            for seed in (0, 1):
-                name = f"{residual}-{layers}-{seed}"
-                make_run(tmp_path / "runs" / name, residual, seed, layers=layers, steps=5)
-    words = read(tmp_path)
+        two(tmp_path / f"layers-{layers}", "rezero", layers=layers)
+    words = read(*sorted(tmp_path.iterdir()))
     assert "With 2 seeds and 3 variants, a difference" in words
     assert "that hold for all 3 variants at once" in words
     assert "Seeds 2 per variant " in words
@@ -228,14 +244,12 @@ def test_a_baseline_without_rivals_has_a_page(tmp_path):
 
 
 def test_the_sizes_of_a_study_stand_side_by_side(tmp_path):
-    for layers, dim in ((1, 8), (2, 8), (3, 16)):
+    for layers, dim in enumerate((8, 8, 16), 1):
         run = make_run(tmp_path / "runs" / f"layers-{layers}", layers=layers, dim=dim, steps=5)
         write_json(run / "launch.json", {"corpus": {"source_hash": "0123456789abcdef"}})
     words = read(tmp_path)
-    assert (
-        "Model 1 × 8, 2 × 8, 3 × 16 (layers × width) Corpus stdlib, bytes tokens, 0123456789ab Training"
-        in words
-    )
+    assert "Model 1 × 8, 2 × 8, 3 × 16 (layers × width) Corpus" in words
+    assert "Corpus stdlib, bytes tokens, 0123456789ab Training" in words
     change(tmp_path / "runs" / "layers-1", "model", pattern="kda", experts=4)
     assert "(layers × width), kda, 4 experts or attention Corpus" in read(tmp_path)
 
@@ -262,7 +276,8 @@ def test_seeds_and_intervals_are_drawn_on_one_scale(tmp_path):
     assert no_seeds == []
     assert all(x < zero for x in lower)
     # Evenly apart, as the losses; a tenth below, a tenth above
-    assert around[0] - around[2] == pytest.approx(around[2] - around[1], abs=0.11)
+    steps = around[0] - around[2], around[2] - around[1]
+    assert steps[0] == pytest.approx(steps[1], abs=0.11)
     assert zero - lower[0] == pytest.approx(around[0] - zero, abs=0.11)
     assert "Differences by seed −0.1000, −0.0800, −0.0600; 95 % interval" in strips[1]
 
@@ -286,7 +301,8 @@ UNKNOWN = "Wall-clock is not compared: how many runs were made side by side is u
 
 
 @pytest.mark.parametrize(
-    ("jobs", "words", "compared"), [(1, ALONE, True), (2, SHARED, False), (None, UNKNOWN, False)]
+    ("jobs", "words", "compared"),
+    [(1, ALONE, True), (2, SHARED, False), (None, UNKNOWN, False)],
 )
 def test_wall_clock_is_compared_only_where_runs_had_the_machine_alone(
     tmp_path, jobs, words, compared
@@ -393,7 +409,7 @@ def test_labels_say_what_tells_groups_apart_and_no_more():
             shape = {"model.dim": dim, "model.heads": heads, "model.window": "None"}
             settings.append(shape | {"optim.lr": lr})
     assert telling(settings) == ["model.dim", "optim.lr"]
-    others = [{"a": "1", "b": x, "c": y} for x, y in (("1", "1"), ("1", "2"), ("2", "1"))]
+    others = [{"a": "1", "b": b, "c": c} for b, c in ("11", "12", "21")]
     assert telling(others) == ["b", "c"]
     assert telling(settings[:1]) == []
     words = [words_of_setting(key, settings[0]) for key in ("model.window", "optim.lr")]
@@ -409,7 +425,8 @@ def test_runs_with_other_settings_are_groups_of_their_own(tmp_path):
     # A run that goes on without a bad step stays with its seeds.
     folder = two(tmp_path / "c", "rezero")
     change(folder / "runs" / "1-seed1", "train", skip_nonfinite=1)
-    assert [len(group.runs) for group in group_runs(read_runs([folder]))] == [2, 2]
+    groups = group_runs(read_runs([folder]))
+    assert [len(group.runs) for group in groups] == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -448,13 +465,17 @@ def test_an_arm_with_a_switch_of_the_model_is_judged_against_the_baseline(tmp_pa
     words = read(folder)
     assert f"{arm} and depth-window against standard" in words
     assert f"--residuals standard {arm} depth-window" in words
-    # What the arm does not name still keeps groups apart
+    # What the arm does not name still keeps groups apart.
     rewrite(run / "config.json", optim={"lr": 1})
-    assert group_runs([read_run(run)] + groups[0].runs)[-1].baseline is None
+    runs = [read_run(run), *groups[0].runs]
+    assert group_runs(runs)[-1].baseline is None
 
 
 def test_a_seed_twice_is_one_draw(tmp_path):
-    """Two of one seed say nothing of the noise of seeds; the last counts, in means, pairs, curves and maps alike."""
+    """Two of one seed say nothing of the noise of seeds.
+
+    The last counts, in means, pairs, curves and maps alike.
+    """
     folder = two(tmp_path / "c", "attnres-full")
     words = read(folder, folder / "runs" / "0-seed0")
     assert "4 of 4 finished" in words
@@ -465,11 +486,13 @@ def test_a_seed_twice_is_one_draw(tmp_path):
     first, _, last = twice.runs
     assert twice.results == [first, last]
     assert twice.label == "attnres-full"
-    assert twice.final("loss").mean == pytest.approx((first.final("loss") + 9.0) / 2)
+    mean = (first.final("loss") + 9.0) / 2
+    assert twice.final("loss").mean == pytest.approx(mean)
     assert draw_depth(twice, 1, 4)["seeds"] == 2
     last.evals[-1]["loss"] = 9.0
     chart = draw_curves(twice, "eval", 9)
-    assert chart["mean"]["y"][-1] == pytest.approx((first.evals[-1]["loss"] + 9.0) / 2, abs=1e-4)
+    mean = (first.evals[-1]["loss"] + 9.0) / 2
+    assert chart["mean"]["y"][-1] == pytest.approx(mean, abs=1e-4)
     assert len(chart["runs"]) == 3
     words = read(folder, again)
     assert "1-seed1: again has its settings and its seed, and is the one that counts." in words
@@ -495,7 +518,8 @@ def test_a_row_speaks_of_its_longest_run_and_unequal_tokens_are_said(tmp_path):
 
 
 def test_smoothing_keeps_gaps_and_thinning_keeps_ends():
-    curve = [(i, float(i), None if i == 50 else float(i)) for i in range(400)]
+    curve = [(i, float(i), float(i)) for i in range(400)]
+    curve[50] = (50, 50.0, None)
     smoothed = smooth(curve)
     assert smoothed[50][2] is None
     assert smoothed[0][2] == 0.0
@@ -503,8 +527,8 @@ def test_smoothing_keeps_gaps_and_thinning_keeps_ends():
     assert smoothed[200][2] == pytest.approx(200.0)
     near = [i for i in range(45, 66) if i != 50]  # ten on each side, the missing one left out
     assert smoothed[55][2] == pytest.approx(sum(near) / 20)
-    thinned = thin(curve, 7)
-    assert (len(thinned), thinned[0], thinned[-1]) == (7, curve[0], curve[-1])
+    first, *between, last = thin(curve, 7)
+    assert (first, len(between), last) == (curve[0], 5, curve[-1])
 
 
 def test_not_a_run_is_one_clear_error(tmp_path):
@@ -519,11 +543,12 @@ def test_not_a_run_is_one_clear_error(tmp_path):
 
 
 def test_large_comparison_stays_small_and_says_it_is_thinned(tmp_path):
-    names = ["standard", "attnres-block:block=4", "attnres-full"]
-    folder = make_comparison(tmp_path / "c", names, [0, 1, 2], layers=24, steps=2000, records=25)
-    page = write_report([folder])
+    size = {"layers": 24, "steps": 2000, "records": 25}
+    page = write_report([make_comparison(tmp_path / "c", RESIDUALS, [0, 1, 2], **size)])
     assert page.stat().st_size < 2_000_000
     drawn = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text()).group(1))
-    runs = [run for group in drawn["groups"] for run in group["curves"]["train"]["runs"]]
-    assert max(len(run["y"]) for run in runs) == drawn["points"] < 2000
+    lengths = []
+    for group in drawn["groups"]:
+        lengths += [len(run["y"]) for run in group["curves"]["train"]["runs"]]
+    assert max(lengths) == drawn["points"] < 2000
     assert len(drawn["groups"][0]["depth"]["frames"]) < 25

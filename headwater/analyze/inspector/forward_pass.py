@@ -62,12 +62,16 @@ class ForwardPass:
     @property
     def pairs(self) -> list[tuple[int, int]]:
         """(read, source) for each place of `removed_at`: the lower triangle, read by read."""
-        return [(read, source) for read in range(len(self.kinds) + 1) for source in range(read + 1)]
+        pairs = []
+        for read in range(len(self.kinds) + 1):
+            pairs += [(read, source) for source in range(read + 1)]
+        return pairs
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as lists, numbers and text, under the names of the fields."""
         values = {field.name: _listed(getattr(self, field.name)) for field in fields(self)}
-        return values | {"texts": {str(token): text for token, text in self.texts.items()}}
+        values["texts"] = {str(token): text for token, text in self.texts.items()}
+        return values
 
     def to_json(self) -> str:
         """Returns `to_dict` as JSON: numbers to seven digits, axes as the fields have them."""

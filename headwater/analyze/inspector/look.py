@@ -71,10 +71,11 @@ def inspect(
         # Taking away is what takes time: S forward passes, and one for each pair.
         if removals == "auto":
             removals = _affordable(subject, rows.shape[1])
-        everywhere: list[Place] = [(None, source) for source in range(len(trace.sources))]
+        everywhere: list[Place] = []
         pairs: list[Place] = []
-        for read in range(len(trace.reads)):
-            pairs += [(read, source) for source in range(read + 1)]
+        for place in range(len(trace.sources)):  # as many reads as sources
+            everywhere.append((None, place))
+            pairs += [(place, source) for source in range(place + 1)]
         removed = removed_at = None
         if removals in ("sources", "pairs"):
             removed = remove(subject, rows, shares, everywhere, loss, top, logits.shape[-1])
@@ -125,7 +126,8 @@ def _checked(tokens: Tensor | Sequence[int], model: nn.Module) -> Tensor:
         raise UserError(
             f"tokens are numbers, and this has them under a name: give ...['input_ids'], of {[*tokens]}"
         )
-    rows = torch.as_tensor(tokens, dtype=torch.long, device=next(model.parameters()).device)
+    device = next(model.parameters()).device
+    rows = torch.as_tensor(tokens, dtype=torch.long, device=device)
     rows = rows[None] if rows.dim() == 1 else rows
     if rows.dim() != 2 or rows.shape[0] != 1:
         raise UserError(f"tokens must be one prompt, (T) or (1, T); got {tuple(rows.shape)}")
@@ -140,9 +142,10 @@ def _checked(tokens: Tensor | Sequence[int], model: nn.Module) -> Tensor:
         raise UserError(
             f"{rows.shape[1]} tokens exceed the model's context of {context}: give a shorter prompt"
         )
-    if int(rows.min()) < 0 or int(rows.max()) >= config.vocab_size:
+    low, high = int(rows.min()), int(rows.max())
+    if low < 0 or high >= config.vocab_size:
         raise UserError(
-            f"tokens must lie between 0 and {config.vocab_size - 1}, got {int(rows.min())} to {int(rows.max())}"
+            f"tokens must lie between 0 and {config.vocab_size - 1}, got {low} to {high}"
         )
     return rows
 
@@ -150,15 +153,19 @@ def _checked(tokens: Tensor | Sequence[int], model: nn.Module) -> Tensor:
 @torch.no_grad()
 def _lens(subject: Subject, norm: Norm, parts: Sequence[Any], count: int) -> Top:
     """Read each part through the final norm and the head: the tokens that it makes likely."""
-    tops = [top_of(subject.head(norm(x))[0].float(), count) for x in _first_inputs(parts)]
-    ids = torch.stack([top.ids for top in tops])
-    return Top(ids, torch.stack([top.probabilities for top in tops]))
+    ids, probabilities = [], []
+    for x in _first_inputs(parts):
+        logits = subject.head(norm(x))[0]
+        top = top_of(logits.float(), count)
+        ids.append(top.ids)
+        probabilities.append(top.probabilities)
+    return Top(torch.stack(ids), torch.stack(probabilities))
 
 
 def _sizes(parts: Sequence[Any]) -> Tensor:
     """Root mean squares over channels, (parts, T)."""
-    sizes = [x[0].float().square().mean(-1).sqrt() for x in _first_inputs(parts)]
-    return torch.stack(sizes).cpu()
+    stack = torch.stack([x[0].float() for x in _first_inputs(parts)])
+    return stack.square().mean(-1).sqrt().cpu()
 
 
 def _first_inputs(parts: Sequence[Any]) -> list[Tensor]:
@@ -173,8 +180,9 @@ def _parts(residual: Residual, trace: Trace, shares: Shares) -> dict[str, Tensor
     heads = max(weights.shape[-1] for weights in trace.weights)
     if heads == 1:
         return {}
-    by_head = mixing(residual, trace.sources, groups=heads)[:, :, 0].cpu()
-    return {f"head {head + 1}": by_head[..., head] for head in range(heads)}
+    matrix = mixing(residual, trace.sources, groups=heads)[:, :, 0]
+    by_head = matrix.cpu().unbind(-1)
+    return {f"head {number}": weights for number, weights in enumerate(by_head, 1)}
 
 
 def _affordable(subject: Subject, length: int) -> Removals:
@@ -222,10 +230,11 @@ def at_start(residual: Residual) -> bool:
             copy = build(pinned(residual), residual.dim, residual.sublayers, residual.kinds or None)
             copies.append(dict(copy.named_parameters()))
     first, second = copies
-    fixed = [name for name, start in first.items() if torch.equal(start, second[name])]
-    parameters = dict(residual.named_parameters())
-    for name in fixed:
-        start = first[name].detach().to(parameters[name].dtype)
-        if not torch.equal(parameters[name].detach().cpu(), start):
-            return False
-    return bool(fixed)
+    any_fixed = False
+    for name, parameter in residual.named_parameters():
+        start = first[name].detach()
+        if torch.equal(start, second[name]):
+            any_fixed = True
+            if not torch.equal(parameter.detach().cpu(), start.to(parameter.dtype)):
+                return False
+    return any_fixed

@@ -157,14 +157,17 @@ def pack(values: Tensor | np.ndarray) -> dict[str, Any]:
 
     # As few bytes as keep steps below twice the error; whole numbers have steps of one.
     coarsest = 1.0 if whole else 2 * ERROR
-    size = next((size for size in (1, 2, 3) if span <= coarsest * (256**size - 1)), 4)
+    size = 1
+    while size < 4 and span > coarsest * (256**size - 1):
+        size += 1
     step = 1.0 if whole else (span / (256**size - 1) or 1.0)
 
     # The low bytes of 32-bit integers, without the zeros above them.
-    integers = np.rint((flat.astype(np.float64) - low) / step).astype("<u4")
+    steps = (flat.astype(np.float64) - low) / step
+    integers = np.rint(steps).astype("<u4")
     low_bytes = integers.view(np.uint8).reshape(-1, 4)[:, :size]
-    data = low_bytes.tobytes()
-    return {"low": low, "step": step, "bytes": size, "data": base64.b64encode(data).decode()}
+    data = base64.b64encode(low_bytes.tobytes()).decode()
+    return {"low": low, "step": step, "bytes": size, "data": data}
 
 
 def _notes(passes: Sequence[ForwardPass], level: int) -> list[str]:

@@ -160,8 +160,10 @@ def _routed(model: nn.Module, pass_: _Pass) -> Iterator[dict[int, Top]]:
     tops: dict[int, Top] = {}
 
     def keep(experts: Tensor, weights: Tensor) -> None:
-        weights, order = weights.detach().float().cpu().sort(-1, descending=True)
-        tops[pass_.reading] = Top(experts.cpu().gather(-1, order), weights)
+        weights = weights.detach().float().cpu()
+        weights, order = weights.sort(-1, descending=True)
+        experts = experts.cpu().gather(-1, order)
+        tops[pass_.reading] = Top(experts, weights)
 
     def of_router(_module: nn.Module, _inputs: Any, routes: Routes) -> None:
         keep(routes.experts, routes.weights)
