@@ -13,10 +13,10 @@ from headwater.models.decoder import Decoder
 
 from .next_token import NO_NUMBERS, Draw
 from .prompts import CachedReader, DeviceReader, Reader
-from .sampling import Portion, Sampling, check_counts
+from .sampling import Portion, Rows, Sampling, check_counts
 
 Prompts = Tensor | Sequence[Sequence[int]]
-P = TypeVar("P", Tensor, list[list[int]])
+P = TypeVar("P", Tensor, Rows)
 
 
 class Engine:
@@ -25,9 +25,7 @@ class Engine:
     def __init__(self, model: Decoder) -> None:
         self.model = model
 
-    def reader(
-        self, rows: list[list[int]], new: int, chunk: Portion, use_cache: bool, graph: bool
-    ) -> Reader:
+    def reader(self, rows: Rows, new: int, chunk: Portion, use_cache: bool, graph: bool) -> Reader:
         """Prepare to read prompts, the shortest first, that will have `new` more tokens."""
         if not use_cache:
             return Reader(self.model, rows)
@@ -153,7 +151,7 @@ def stream(
     reader = engine.reader(rows, max_new_tokens, prefill_chunk, use_cache, graph)
 
     # The reader sees what was drawn; a row that has ended goes on, and is shown no more.
-    drawn: list[list[int]] = [[] for _ in rows]
+    drawn: Rows = [[] for _ in rows]
     live = [True] * len(rows)
     for new in _in_evaluation(engine.model, reader.tokens(draw, drawn, max_new_tokens)):
         step: list[int | None] = [None] * len(rows)
@@ -167,8 +165,10 @@ def stream(
             drawn[place].append(max(new[place], 0))
             if not live[place]:
                 continue
-            if new[place] == stop or (ended is not None and ended(row, drawn[place])):
-                live[place] = False
+            stops = new[place] == stop
+            if not stops and ended is not None:
+                stops = ended(row, drawn[place])
+            live[place] = not stops
         if not any(live):
             return
 
@@ -192,7 +192,7 @@ def _refuse_no_numbers(token: int, row: int, count: int) -> None:
         )
 
 
-def as_rows(tokens: Prompts) -> list[list[int]]:
+def as_rows(tokens: Prompts) -> Rows:
     """Return prompts as lists. Raises ValueError for text, or a single prompt."""
     rows = tokens.tolist() if isinstance(tokens, Tensor) else tokens
     try:
@@ -206,7 +206,7 @@ def as_rows(tokens: Prompts) -> list[list[int]]:
 
 def _check(
     model: Decoder, tokens: Prompts, new: int, sampling: Sampling, prefill_chunk: Portion
-) -> list[list[int]]:
+) -> Rows:
     """Return the prompts as lists, if they can be continued."""
     sampling.check()
     check_counts(new, prefill_chunk)

@@ -14,7 +14,7 @@ from headwater.models.decoder import Decoder
 from .captured_step import CapturedSteps, step_of
 from .next_token import Draw
 from .prompt_portions import choose_chunk
-from .sampling import Portion
+from .sampling import Portion, Rows
 
 
 class Reader:
@@ -23,16 +23,16 @@ class Reader:
     `rows` are the prompts, the shortest first, so that prompts of one length stand side by side.
     """
 
-    def __init__(self, model: Decoder, rows: list[list[int]]) -> None:
+    def __init__(self, model: Decoder, rows: Rows) -> None:
         self.model, self.rows = model, rows
         self.device = model.embedding.weight.device
 
-    def tokens(self, draw: Draw, drawn: list[list[int]], count: int) -> Iterator[list[int]]:
+    def tokens(self, draw: Draw, drawn: Rows, count: int) -> Iterator[list[int]]:
         """Draw a token for every row, `count` times; the caller appends it to `drawn`."""
         for _ in range(count):
             yield draw(self.next_logits(drawn)).tolist()
 
-    def next_logits(self, drawn: list[list[int]]) -> Tensor:
+    def next_logits(self, drawn: Rows) -> Tensor:
         """Return logits (B, vocab) after the tokens drawn so far."""
         logits = []
         for prompt, new in zip(self.rows, drawn):
@@ -45,7 +45,7 @@ class Reader:
 class CachedReader(Reader):
     """Reads prompts of one length together, in portions; then one token of every row at a time."""
 
-    def __init__(self, model: Decoder, rows: list[list[int]], new: int, chunk: Portion) -> None:
+    def __init__(self, model: Decoder, rows: Rows, new: int, chunk: Portion) -> None:
         super().__init__(model, rows)
         room = len(rows[-1]) + new
         # Asked whatever the portion is: this refuses a cache that does not fit.
@@ -58,7 +58,7 @@ class CachedReader(Reader):
         is."""
         return None
 
-    def next_logits(self, drawn: list[list[int]]) -> Tensor:
+    def next_logits(self, drawn: Rows) -> Tensor:
         if not drawn[0]:
             return self.read_prompts()
         # Later only the last token of each row is new.
@@ -90,7 +90,7 @@ class CachedReader(Reader):
 class DeviceReader(CachedReader):
     """The same with steps that a GPU replays, while the host is some steps behind."""
 
-    def tokens(self, draw: Draw, drawn: list[list[int]], count: int) -> Iterator[list[int]]:
+    def tokens(self, draw: Draw, drawn: Rows, count: int) -> Iterator[list[int]]:
         logits = self.read_prompts()
         step = step_of(self.model, self.cache)
         steps = CapturedSteps(step, len(self.rows), self.device, draw)

@@ -48,6 +48,7 @@ class Sampling:
                 raise ValueError(f"{name} must {must[name]}, got {getattr(self, name)}")
 
 
+Rows = list[list[int]]  # the tokens of each row
 Portion = int | Literal["auto"] | None  # of a prompt, in tokens
 
 

@@ -15,7 +15,7 @@ from headwater.residuals.one_token import Reading
 from .cache import Entry, KeysValues, Lengths
 from .config import ModelConfig
 from .norm import RMSNorm
-from .part import Part
+from .part import Angles, Part
 from .projection import are_plain, linear, project_joined, project_together
 from .window import window_attention
 
@@ -33,7 +33,7 @@ class Rotary(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def tables(self, context: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    def tables(self, context: int, device: torch.device | None = None) -> Angles:
         # In fp64: in fp32 the angles of late positions would be off.
         options: dict[str, Any] = {"dtype": torch.float64, "device": device}
         exponents = -torch.arange(0, self.head_dim, 2, **options) / self.head_dim
@@ -50,14 +50,14 @@ class Rotary(nn.Module):
             self.cos, self.sin = cos.to(self.cos), sin.to(self.cos)
         return self
 
-    def forward(self, start: int, length: int) -> tuple[Tensor, Tensor]:
+    def forward(self, start: int, length: int) -> Angles:
         """Return the tables of positions from `start` on, (length, head_dim / 2)."""
         stop = start + length
         if stop > len(self.cos):
             raise ValueError(f"{stop} positions exceed the model's context of {len(self.cos)}")
         return self.cos[start:stop], self.sin[start:stop]
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def at(self, positions: Tensor) -> Angles:
         """Return the tables of positions (B, T), which each row has of its own, (B, 1, T,
         head_dim / 2)."""
         return self.cos[positions][:, None], self.sin[positions][:, None]
@@ -98,7 +98,7 @@ class Attention(Part):
     def forward(
         self,
         x: Read,
-        rotary: tuple[Tensor, Tensor],
+        rotary: Angles,
         cache: KeysValues | None = None,
         first_values: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -127,7 +127,7 @@ class Attention(Part):
     def step(
         self,
         reading: Reading,
-        rotary: tuple[Tensor, Tensor],
+        rotary: Angles,
         cache: Entry | None,
         backend: Backend,
     ) -> Tensor:
@@ -148,9 +148,7 @@ class Attention(Part):
         """The weights that a residual may ask to start smaller, besides the output's."""
         return (self.value.weight,)
 
-    def _turned(
-        self, x: Read, rotary: tuple[Tensor, Tensor], cached: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _turned(self, x: Read, rotary: Angles, cached: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Make queries and keys, turned by their positions, and values, (B, heads, T, d) each."""
         parts = self._project(x, cached)
         # One kernel splits and turns what one product made, unless a norm or a cache is between.

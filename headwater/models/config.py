@@ -13,47 +13,56 @@ from headwater.schema import Section, setting
 
 from .pattern import layers_of
 
-KIMI = {"pattern": "kda*3:mla", "shared_experts": 1, "dense_layers": 1}
 # The last layer is full attention, so it is no period of four.
 KIMI_48B = ":".join(["kda*3:mla"] * 6 + ["kda*2:mla"])
 
-SIZES: Mapping[str, Mapping[str, Any]] = {
-    "nano": {"dim": 64, "layers": 4, "heads": 4, "kv_heads": 2, "mlp_dim": 176, "context": 128},
-    "tiny": {"dim": 128, "layers": 8, "heads": 4, "kv_heads": 2, "mlp_dim": 352, "context": 256},
-    "deep": {"dim": 64, "layers": 24, "heads": 2, "kv_heads": 1, "mlp_dim": 160, "context": 128},
-    "small": {"dim": 512, "layers": 12, "heads": 8, "kv_heads": 4, "mlp_dim": 1408, "context": 1024},
-    "medium": {"dim": 768, "layers": 24, "heads": 12, "kv_heads": 4, "mlp_dim": 2048, "context": 2048},
-    "large": {"dim": 1536, "layers": 28, "heads": 12, "kv_heads": 4, "mlp_dim": 4096, "context": 4096},
-    "xl": {"dim": 2048, "layers": 24, "heads": 16, "kv_heads": 8, "mlp_dim": 5632, "context": 4096},
-    "ladder-2m": {"dim": 128, "layers": 12, "heads": 2, "kv_heads": 2, "mlp_dim": 352, "context": 1024},
-    "ladder-7m": {"dim": 192, "layers": 16, "heads": 3, "kv_heads": 3, "mlp_dim": 512, "context": 1024},
-    "ladder-16m": {"dim": 256, "layers": 20, "heads": 4, "kv_heads": 4, "mlp_dim": 704, "context": 1024},
-    "ladder-43m": {"dim": 384, "layers": 24, "heads": 6, "kv_heads": 6, "mlp_dim": 1024, "context": 1024},
-    "kimi-linear-nano": {
-        **KIMI, "dim": 64, "layers": 4, "heads": 2, "kv_heads": 2, "mlp_dim": 192, "context": 64,
-        "kda_head_dim": 16, "router_rate": 0.01,
-        "experts": 8, "experts_per_token": 2, "expert_scale": 1.4,
-    },
-    "kimi-linear-tiny": {
-        **KIMI, "dim": 256, "layers": 8, "heads": 4, "kv_heads": 4, "mlp_dim": 640, "context": 512,
-        "experts": 16, "experts_per_token": 4, "expert_scale": 2.0,
-    },
-    "kimi-linear-small": {
-        **KIMI, "dim": 768, "layers": 12, "heads": 12, "kv_heads": 12, "mlp_dim": 2304, "context": 2048,
-        "experts": 64, "experts_per_token": 8, "expert_scale": 2.446,
-    },
-    "kimi-linear-medium": {
-        **KIMI, "dim": 1168, "layers": 16, "heads": 16, "kv_heads": 16, "mlp_dim": 4752, "context": 4096,
-        "kda_head_dim": 128, "mla_head_dim": 128, "mla_value_dim": 128, "mla_shared_dim": 64, "mla_latent": 512,
-        "experts": 64, "experts_per_token": 8, "expert_scale": 2.446,
-    },
-    "kimi-linear-48b": {
-        **KIMI, "pattern": KIMI_48B, "vocab_size": 163840, "dim": 2304, "layers": 27, "heads": 32, "kv_heads": 32,
-        "mlp_dim": 9216, "context": 4096, "norm_eps": 1e-5, "kda_head_dim": 128, "mla_head_dim": 128,
-        "mla_value_dim": 128, "mla_shared_dim": 64, "mla_latent": 512,
-        "experts": 256, "experts_per_token": 8, "expert_scale": 2.446,
-    },
-}  # fmt: skip
+SHAPE = ("dim", "layers", "heads", "kv_heads", "mlp_dim", "context")
+SHAPES = {
+    "nano": (64, 4, 4, 2, 176, 128),
+    "tiny": (128, 8, 4, 2, 352, 256),
+    "deep": (64, 24, 2, 1, 160, 128),
+    "small": (512, 12, 8, 4, 1408, 1024),
+    "medium": (768, 24, 12, 4, 2048, 2048),
+    "large": (1536, 28, 12, 4, 4096, 4096),
+    "xl": (2048, 24, 16, 8, 5632, 4096),
+    "ladder-2m": (128, 12, 2, 2, 352, 1024),
+    "ladder-7m": (192, 16, 3, 3, 512, 1024),
+    "ladder-16m": (256, 20, 4, 4, 704, 1024),
+    "ladder-43m": (384, 24, 6, 6, 1024, 1024),
+    "kimi-linear-nano": (64, 4, 2, 2, 192, 64),
+    "kimi-linear-tiny": (256, 8, 4, 4, 640, 512),
+    "kimi-linear-small": (768, 12, 12, 12, 2304, 2048),
+    "kimi-linear-medium": (1168, 16, 16, 16, 4752, 4096),
+    "kimi-linear-48b": (2304, 27, 32, 32, 9216, 4096),
+}
+# The experts of a Kimi Linear, how many a token meets, and the factor on their sum.
+EXPERTS = ("experts", "experts_per_token", "expert_scale")
+KIMI_EXPERTS = {
+    "kimi-linear-nano": (8, 2, 1.4),
+    "kimi-linear-tiny": (16, 4, 2.0),
+    "kimi-linear-small": (64, 8, 2.446),
+    "kimi-linear-medium": (64, 8, 2.446),
+    "kimi-linear-48b": (256, 8, 2.446),
+}
+KIMI = {"pattern": "kda*3:mla", "shared_experts": 1, "dense_layers": 1}
+WIDE_MLA = {"mla_head_dim": 128, "mla_value_dim": 128, "mla_shared_dim": 64, "mla_latent": 512}
+
+
+def _sizes() -> dict[str, dict[str, Any]]:
+    sizes: dict[str, dict[str, Any]] = {}
+    for name, shape in SHAPES.items():
+        sizes[name] = dict(zip(SHAPE, shape, strict=True))
+        if name in KIMI_EXPERTS:
+            experts = dict(zip(EXPERTS, KIMI_EXPERTS[name], strict=True))
+            sizes[name].update(KIMI, **experts)
+    sizes["kimi-linear-nano"].update(kda_head_dim=16, router_rate=0.01)
+    sizes["kimi-linear-medium"].update(WIDE_MLA, kda_head_dim=128)
+    published = {"pattern": KIMI_48B, "vocab_size": 163840, "norm_eps": 1e-5, "kda_head_dim": 128}
+    sizes["kimi-linear-48b"].update(published, **WIDE_MLA)
+    return sizes
+
+
+SIZES: Mapping[str, Mapping[str, Any]] = _sizes()
 # A size decides all of these, where need be by their defaults. Vocabulary and eps are not among
 # them: they belong to the published model.
 SIZED = {key for size in SIZES.values() for key in size} - {"vocab_size", "norm_eps"}

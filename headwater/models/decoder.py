@@ -22,6 +22,7 @@ from .kda import KDA
 from .mla import MLA
 from .moe import MoE
 from .norm import RMSNorm
+from .part import Angles
 from .sublayer import Sublayer
 
 T = TypeVar("T")
@@ -32,7 +33,7 @@ def run_sublayer(
     sublayer: Sublayer,
     i: int,
     dtype: torch.dtype | None,
-    rotary: tuple[Tensor, Tensor],
+    rotary: Angles,
     cache: Entry | None,
     state: State,
     values: State,
@@ -187,7 +188,7 @@ class Decoder(nn.Module):
             cache.lengths.advance(tokens.shape[1])
         return self._end(state, cache, last)
 
-    def _positions(self, count: int, cache: Cache | None) -> tuple[Tensor, Tensor]:
+    def _positions(self, count: int, cache: Cache | None) -> Angles:
         """Return the rotary tables of the next tokens."""
         if cache is None:
             return self.rotary(0, count)
@@ -211,7 +212,7 @@ class Decoder(nn.Module):
         state: State,
         start: int,
         stop: int,
-        rotary: tuple[Tensor, Tensor],
+        rotary: Angles,
         cache: Cache | None = None,
     ) -> State:
         """Run sublayers [start, stop) of the state before them; return the state after them.
@@ -280,9 +281,7 @@ class Decoder(nn.Module):
             for sublayer in self.sublayers:
                 sublayer.compile(**options)
 
-    def _step(
-        self, i: int, rotary: tuple[Tensor, Tensor], cache: Entry | None, *state: Tensor
-    ) -> State:
+    def _step(self, i: int, rotary: Angles, cache: Entry | None, *state: Tensor) -> State:
         """Run one sublayer, with a state of separate tensors: checkpointing needs that."""
         sublayer = cast(Sublayer, self.sublayers[i])
         dtype = self._stream_dtype(state[0].device)

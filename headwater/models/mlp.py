@@ -8,7 +8,7 @@ from headwater.residuals.one_token import Reading
 
 from .cache import Entry
 from .config import ModelConfig
-from .part import Part
+from .part import Angles, Part
 from .projection import are_plain, linear, project_joined
 
 
@@ -31,7 +31,7 @@ class SwiGLU(Part):
     def step(
         self,
         reading: Reading,
-        rotary: tuple[Tensor, Tensor],
+        rotary: Angles,
         cache: Entry | None,
         backend: Backend,
     ) -> Tensor:

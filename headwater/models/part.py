@@ -10,6 +10,8 @@ from headwater.residuals.one_token import Reading
 
 from .cache import Entry, Lengths
 
+Angles = tuple[Tensor, Tensor]  # cosines and sines of positions
+
 
 class Part(nn.Module):
     """A part of a decoder, written for one process."""
@@ -29,7 +31,7 @@ class Part(nn.Module):
     def step(
         self,
         reading: Reading,
-        rotary: tuple[Tensor, Tensor],
+        rotary: Angles,
         cache: Entry | None,
         backend: Backend,
     ) -> Tensor:

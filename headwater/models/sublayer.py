@@ -15,6 +15,7 @@ from .mla import MLA
 from .mlp import SwiGLU
 from .moe import MoE
 from .norm import RMSNorm
+from .part import Angles
 
 Body = Attention | KDA | MLA | SwiGLU | MoE
 
@@ -56,7 +57,7 @@ class Sublayer(nn.Module):
     def forward(
         self,
         x: Read,
-        rotary: tuple[Tensor, Tensor],
+        rotary: Angles,
         cache: Entry | None,
         values: State,
         normed: bool,
