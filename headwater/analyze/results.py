@@ -30,7 +30,7 @@ def look(colour: int) -> str:
     if colour == 0:
         return "c0"
     turn, hue = divmod(colour - 1, COLOURS)
-    return f"c{hue + 1} look{turn % 3}"
+    return f"c{hue + 1} look{turn % 4}"
 
 
 def name_cell(group: Group, colour: int, detail: str = "") -> Cell:
@@ -45,7 +45,9 @@ def results_table(groups: list[Group]) -> Table:
     columns: list[str | Cell] = [*COLUMNS]
     together = groups[0].comparisons
     if together > 1:
-        columns[columns.index("Difference")] = Cell("Difference", f"95 % for all {together}")
+        # A line of the head ends after the comma.
+        corrected = f"95\u00a0%\u00a0for\u00a0all\u00a0{together}"
+        columns[columns.index("Difference")] = f"Difference, {corrected}"
     place_of_drawing = columns.index(DRAWN)
     columns[place_of_drawing : place_of_drawing + 1] = [] if scale is None else [axis(scale)]
     rows = []

@@ -86,7 +86,8 @@ def finding(group: Group) -> str:
     assert paired is not None
     assert loss is not None
     assert base is not None
-    amount = f"{group.label} reaches {loss.mean:.4f} nats per token, {_away(paired)} {base.label}"
+    reached = f"reaches a loss of {loss.mean:.4f} nats per token"
+    amount = f"{group.label} {reached}, {_away(paired)} {base.label}"
     if paired.verdict == ONE_SEED:
         return f"{amount}, on one seed: that may be chance.{_in_bits(group, base)}"
     verdict = NOT_SIGNIFICANT if paired.verdict == NOT_SIGNIFICANT else "significant"

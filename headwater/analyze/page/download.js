@@ -27,7 +27,7 @@ function addKey(root, where, width, y, side) {
   for (const group of shown) {
     const name = document.querySelector(`.legend [data-arm="${group.index}"] code`), room = 40 + 8.6 * group.label.length;
     if (x > side && x + room > width - side) { x = side; y += 22; }
-    const stroke = getComputedStyle(name.previousElementSibling).color, dashes = { look1: "6 4", look2: "2 4" }[group.look.split(" ")[1]];
+    const stroke = getComputedStyle(name.previousElementSibling).color, dashes = { look1: "6 4", look2: "2 4", look3: "10 4 2 4" }[group.look.split(" ")[1]];
     root.append(make("line", { x1: x, x2: x + 20, y1: y + 6, y2: y + 6, stroke, "stroke-width": 3, "stroke-dasharray": dashes }));
     root.append(written(group.label, x + 26, y + 10, name));
     x += room;
