@@ -122,12 +122,12 @@ class ConstrainedResidual(StreamsResidual):
         return apply_norm(norm, total / self.streams if self.final == "mean" else total)
 
     def _weights(self, state: State, i: int) -> Tensor:
-        if i < self.sublayers or self.final != "learned":
-            weights = super()._weights(state, i)
-            is_mean = i == self.sublayers and self.final == "mean"
-            return weights / self.streams if is_mean else weights
-        pre = self.final_weights(self._project(state[0], i)[0])
-        return pre.movedim(-1, 0).unsqueeze(-1)
+        if i == self.sublayers and self.final == "learned":
+            pre = self.final_weights(self._project(state[0], i)[0])
+            return pre.movedim(-1, 0).unsqueeze(-1)
+        weights = super()._weights(state, i)
+        is_mean = i == self.sublayers and self.final == "mean"
+        return weights / self.streams if is_mean else weights
 
     @abstractmethod
     def constrain(self, z: Tensor, mapping: Mapping) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,8 +157,8 @@ class MHCResidual(ConstrainedResidual):
     At initialisation: with start=identity and eps=0 streams stay equal, so it is the plain residual
     up to a scale, and the bias of pre is what lets them part; uniform is near that but not equal,
     and biased and normal are different. The paper gives scales of 0.01 and nothing else of the start.
-    Cost: (n^2 + 2 n)(n D + 1) + 3 parameters per sublayer; the state holds n D. mHC, arXiv
-    2512.24880.
+    Cost: (n^2 + 2 n)(n D + 1) + 3 parameters per sublayer, and n (n D + 1) + 1 of a learned final
+    read; the state holds n D. mHC, arXiv 2512.24880.
     """
 
     def __init__(

@@ -3,12 +3,13 @@ fixed outputs: every read, and the gradients of all sources and parameters, in f
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from headwater.residuals import build
+from headwater.residuals import Residual, build
 from headwater.residuals.record import replay
 
 LAYERS = 5
@@ -151,7 +152,7 @@ class Pass(nn.Module):
 
 def model_of(release: Release, dim: int, reads: list[Tensor], sources: list[Tensor]) -> nn.Module:
     """The released model with random residual parameters, in fp64, and nothing else of its own."""
-    module = pytest.importorskip(f"transformers.models.{release.module}", exc_type=ImportError)
+    module = import_module(f"transformers.models.{release.module}")
     settings = {"hidden_size": dim, "num_hidden_layers": LAYERS, "vocab_size": 8}
     settings |= {"pad_token_id": None, **release.settings}
     with torch.device("meta"):
@@ -183,13 +184,8 @@ def test_reads_and_gradients_are_those_of_the_released_model(name, dim, shape, m
     model = model_of(release, dim, expected, sources)
     expected.append(model(inputs_embeds=sources[0], use_cache=False).last_hidden_state)
 
-    # Ours, with the parameters of theirs.
-    kinds = []
-    for kind in release.settings.get("layer_types", ["hybrid"] * LAYERS):
-        kinds += ["mixer" if "sliding" in kind else "attention", "mlp"]
-    residual = build(release.spec, dim, 2 * LAYERS, kinds).double()
-    residual.load_state_dict(release.rename(model))
-    reads = [torch.stack(x) if isinstance(x, tuple) else x for x in replay(residual, sources)]
+    residual = residual_of(release, model, dim)
+    reads = stacked(residual, sources)
     for read, desired in zip(reads, expected, strict=True):
         torch.testing.assert_close(read.expand_as(desired), desired, rtol=1e-11, atol=1e-12)
 
@@ -209,6 +205,39 @@ def test_reads_and_gradients_are_those_of_the_released_model(name, dim, shape, m
     desired |= {f"source {i}": source.grad for i, source in enumerate(sources)}
     assert all(gradient.any() for gradient in desired.values())
     torch.testing.assert_close(gradients, desired, rtol=1e-9, atol=1e-11)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", RELEASES)
+def test_bf16_reads_are_no_further_from_the_truth_than_twice_theirs(name):
+    torch.manual_seed(0)
+    release, dim = RELEASES[name], 64
+    sources = [torch.randn(2, 16, dim).bfloat16() for _ in range(2 * LAYERS + 1)]
+    theirs: list[Tensor] = []
+    model = model_of(release, dim, theirs, sources)
+    for parameter in model.parameters():
+        parameter.mul_(parameter.shape[-1] ** -0.5).copy_(parameter.bfloat16())
+    residual = residual_of(release, model, dim)
+    truth = stacked(residual, [source.double() for source in sources])
+    ours = stacked(residual.bfloat16(), sources)
+    theirs.append(model.bfloat16()(inputs_embeds=sources[0], use_cache=False).last_hidden_state)
+    for read, other, exact in zip(ours, theirs, truth, strict=True):
+        assert (read - exact).norm() <= 2 * (other - exact).norm()
+
+
+def residual_of(release: Release, model: nn.Module, dim: int) -> Residual:
+    """Ours in fp64, with the parameters of theirs."""
+    kinds = []
+    for kind in release.settings.get("layer_types", ["hybrid"] * LAYERS):
+        kinds += ["mixer" if "sliding" in kind else "attention", "mlp"]
+    residual = build(release.spec, dim, 2 * LAYERS, kinds).double()
+    residual.load_state_dict(release.rename(model))
+    return residual
+
+
+def stacked(residual: Residual, sources: list[Tensor]) -> list[Tensor]:
+    reads = replay(residual, sources)
+    return [torch.stack(read) if isinstance(read, tuple) else read for read in reads]
 
 
 def sum_of(reads: list[Tensor], cotangents: list[Tensor]) -> Tensor:
