@@ -3,7 +3,6 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import interpreter
@@ -152,21 +151,6 @@ def untuned_fla():
     assert len(kernels) > 10
     for kernel in kernels:
         kernel.configs = kernel.configs[:1]
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A real file system of one megabyte."""
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)]
-    if (
-        shutil.which("mount") is None
-        or subprocess.run(command, capture_output=True, check=False).returncode
-    ):
-        pytest.skip("mounting a tmpfs needs root; the same case runs above with a write that fails")
-    yield mount
-    subprocess.run(["umount", str(mount)], check=True)
 
 
 @pytest.fixture(scope="module")

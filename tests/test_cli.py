@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from safetensors import SafetensorError
 from tinyrun import changed, checkpoint_of, flags, tiny
 
@@ -207,6 +208,13 @@ def test_a_mistake_is_one_message(tmp_path, monkeypatch, capsys, argv, message):
     monkeypatch.chdir(tmp_path)
     assert message in fails(capsys, *argv)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_device_that_is_not_here_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "--device must be a device: " in fails(capsys, "inspect", "demo", "--device", "tpu9")
+    words = "--device must be one that torch finds on this machine; got 'cuda'"
+    assert words in fails(capsys, "generate", "demo", "--device", "cuda")
 
 
 # From the words to the settings of a run.

@@ -127,13 +127,17 @@ def test_its_steps_are_those_of_the_host(tmp_path, shape, optimizer, schedule):
 
 
 def biases_of(run) -> torch.Tensor:
-    return torch.cat([torch.zeros(0), *(r.bias for r in routers(run.whole).values())]).clone()
+    biases = [router.bias for router in routers(run.whole).values()]
+    return torch.cat([torch.zeros(0), *biases]).clone()
 
 
 def test_muon_in_batches_is_torchs_and_leaves_bad_steps_out():
     torch.manual_seed(0)
-    start = [torch.randn(shape) for shape in [(8, 4), (4, 8), (8, 4), (6, 6)]]
-    ours, torchs = ([torch.nn.Parameter(value.clone()) for value in start] for _ in range(2))
+    ours, torchs = [], []
+    for shape in [(8, 4), (4, 8), (8, 4), (6, 6)]:
+        value = torch.randn(shape)
+        ours.append(torch.nn.Parameter(value.clone()))
+        torchs.append(torch.nn.Parameter(value.clone()))
     options = {"lr": 0.02, "weight_decay": 5.0, "momentum": 0.8, "adjust_lr_fn": "match_rms_adamw"}
     batched, plain = BatchedMuon(ours, **options), torch.optim.Muon(torchs, **options)
     batched.found_inf = torch.zeros(())
@@ -243,7 +247,8 @@ def moved(before, after) -> list[str]:
 def test_a_bad_step_never_reaches_the_weights(tmp_path, bad):
     config = gpu(tmp_path, skip_nonfinite=1, tie_embeddings=False)
     run = begin(config, tmp_path / "run", resume=False)
-    step, outcomes, weights = DeviceStep(run, poisoned(run, bad), graph=True, say=print), [], {}
+    step = DeviceStep(run, poisoned(run, bad), graph=True, say=print)
+    outcomes, weights = [], {}
     for number in range(1, 10):
         outcomes += [*step.take(number), *step.wait()]
         weights[number] = {name: p.detach().clone() for name, p in run.whole.named_parameters()}
@@ -253,7 +258,8 @@ def test_a_bad_step_never_reaches_the_weights(tmp_path, bad):
     assert outcomes[bad - 1].reason.kind == "nonfinite"
     assert run.skips.total == 1
     assert not moved(weights[bad - 1], weights[bad])
-    assert len(moved(weights[bad], weights[bad + 1])) > len(weights[bad]) // 2
+    count = len(moved(weights[bad], weights[bad + 1]))
+    assert count > len(weights[bad]) // 2
     run.log.close()
 
 

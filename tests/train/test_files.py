@@ -25,9 +25,8 @@ def test_lines_that_are_no_records_go_and_the_others_stay(tmp_path):
         b"",
         b'{"step": null}',
     ]
-    path.write_bytes(
-        b"\n".join([lines[0], *torn, lines[1], lines[2], lines[3]]) + b"\n" + lines[0][:9]
-    )
+    first, *others = lines
+    path.write_bytes(b"\n".join([first, *torn, *others, first[:9]]))
     log = MetricsLog(path, step=3, saved={"bytes": 999, "sha256": "another"})
     log.write("train", 4, loss=float("nan"))
     log.close()
@@ -48,10 +47,12 @@ def test_what_replaces_a_file_is_on_the_disk_before_it_does(tmp_path, monkeypatc
             events.append(os.fstat(handle).st_size)
         sync(handle)
 
+    def record_rename(source, to):
+        events.append(to.name)
+        rename(source, to)
+
     monkeypatch.setattr(os, "fsync", record_sync)
-    monkeypatch.setattr(
-        Path, "replace", lambda source, to: (events.append(to.name), rename(source, to))
-    )
+    monkeypatch.setattr(Path, "replace", record_rename)
     MetricsLog(path, step=1).close()
     write_json(tmp_path / "summary.json", {})
     assert events == [path.stat().st_size, "metrics.jsonl", 3, "summary.json"]
@@ -62,7 +63,7 @@ def test_a_second_process_learns_who_is_at_work(tmp_path):
     for _ in range(2):
         with locked(tmp_path), pytest.raises(UserError) as caught, locked(tmp_path):
             pass
-        assert f"another process is working in {tmp_path} (process {os.getpid()} on " in str(
-            caught.value
-        )
-        assert "gone" not in str(caught.value)
+        message = str(caught.value)
+        holder = f"another process is working in {tmp_path} (process {os.getpid()} on "
+        assert holder in message
+        assert "gone" not in message

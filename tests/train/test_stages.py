@@ -203,8 +203,10 @@ def assert_the_same(
 @pytest.mark.parametrize("residual", SPECS)
 def test_stages_do_what_the_whole_does(residual):
     """Cuts inside of a layer and a block where the residual allows them; what a rank has seen is not sent again."""
-    whole, tokens = stir(Decoder(shape(residual))), torch.tensor([[3, 7, 1, 30]])
-    cuts = (1, 7, 11) if all(map(whole.residual.may_cut, (1, 7, 11))) else (2, 6, 10)
+    whole = stir(Decoder(shape(residual)))
+    tokens = torch.tensor([[3, 7, 1, 30]])
+    inside = all(map(whole.residual.may_cut, (1, 7, 11)))
+    cuts = (1, 7, 11) if inside else (2, 6, 10)
     expected = whole(tokens)
     expected.square().mean().backward()
     assert_the_same(whole, expected, *staged(whole, traced(residual), (0, *cuts, 12), tokens))
