@@ -68,6 +68,7 @@ def main() -> None:
     if not path.exists():
         half, single = (reference.texts for reference in references)
         results = {
+            "perplexity": perplexity(plain, read_windows(options.text, tokenizer, 16, 256)),
             "greedy": tokenizer.decode(single[0]),
             "texts_of_plain_in_both": int((half == single).all(-1).sum()),
             "residuals": {},
@@ -75,7 +76,6 @@ def main() -> None:
         write(path, results)
     for residual in options.residuals:
         result = check(references, residual, windows)
-        # Another process may have added other residuals meanwhile.
         results = json.loads(path.read_text())
         results["residuals"][residual] = result
         write(path, results)
@@ -97,6 +97,12 @@ def read_windows(text: Path, tokenizer: Any, count: int, length: int = 64) -> Te
         ids = tokenizer(letters[start : start + 16 * length]).input_ids[:length]
         windows.append(torch.tensor(ids))
     return torch.stack(windows)
+
+
+@torch.no_grad()
+def perplexity(model: Any, windows: Tensor) -> float:
+    losses = [model(input_ids=window[None], labels=window[None]).loss for window in windows]
+    return torch.stack(losses).mean().exp().item()
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ depth, and the rise of the loss when an output is taken away.
 """
 
 import json
+from statistics import median
 from typing import Any
 
 from before import HERE
@@ -32,6 +33,7 @@ def layers_of(results: dict[str, Any], kind: str, values: list[float]) -> dict[f
 
 def draw(results: dict[str, Any]) -> str:
     sizes, losses = results["output_size"], results["loss_without"]
+    # Read i sees outputs 0 to i, so the place of an MLP is also that of the stream after it.
     stream = layers_of(results, "mlp", results["stream_size"])
     size_lines = [Line("stream", "plain", stream)]
     loss_lines = []
@@ -46,21 +48,22 @@ def draw(results: dict[str, Any]) -> str:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Means over thirds of the depth, as Markdown."""
+    """Medians over thirds of the depth, as Markdown."""
     rows = ["| | first third | middle third | last third |", "|---|---|---|---|"]
     stream, sizes = results["stream_size"], results["output_size"]
-    # Output i is added to the stream that read i - 1 sees; the embedding is output 0.
-    shares = [size / stream[place] for place, size in enumerate(sizes[1:])]
+    # Read i sees the embedding and the outputs before it; output i + 1 is what it leads to.
+    outputs = sizes[1:]
     values = {
-        "size of the stream": stream[:-1],
-        "size of an output": sizes[1:],
-        "output in sizes of the stream": shares,
+        "size of the stream that a sublayer reads": stream[:-1],
+        "size of the output that it adds": outputs,
+        "output in sizes of that stream": [a / b for a, b in zip(outputs, stream)],
+        "output in sizes of the last stream": [size / stream[-1] for size in outputs],
         "rise of the loss without the output": results["loss_without"][1:],
     }
+    length = len(outputs) // THIRDS
     for name, numbers in values.items():
-        length = len(numbers) // THIRDS
-        means = [sum(numbers[third * length : (third + 1) * length]) / length for third in range(3)]
-        rows.append(f"| {name} | {' | '.join(f'{mean:.3g}' for mean in means)} |")
+        thirds = [numbers[third * length : (third + 1) * length] for third in range(THIRDS)]
+        rows.append(f"| {name} | {' | '.join(f'{median(third):.2g}' for third in thirds)} |")
     return "\n".join(rows)
 
 
