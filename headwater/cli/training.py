@@ -143,7 +143,8 @@ def demo(argv: list[str]) -> None:
         "0.847 bits per byte, the one with Block Attention Residuals at 0.811."
     )
     say(
-        f"Open it. Meanwhile both residuals are trained here, small, with {len(DEMO['seeds'])} seeds."
+        "Open it: the source that the second model misses most is marked. Meanwhile both residuals are "
+        f"trained here, small, with {len(DEMO['seeds'])} seeds."
     )
     run(
         DEMO["config"],

@@ -108,7 +108,10 @@ def test_the_headline_has_bits_per_byte_where_they_are_known(tmp_path):
             path = folder / f"runs/{index}-seed{seed}/summary.json"
             rewrite(path, loss=loss, bits_per_byte=1.5 * loss)
     words = read(folder)
-    assert "rezero reaches a loss of 2.0500 nats per token, 0.0500 below standard: no significant" in words
+    assert (
+        "rezero reaches a loss of 2.0500 nats per token, 0.0500 below standard: no significant"
+        in words
+    )
     assert "over 2 seeds). In bits per byte: 3.0750, 0.0750 below." in words
     rewrite(folder / "runs/0-seed1/summary.json", bits_per_byte=None)
     assert "bits per byte:" not in read(folder).lower(), "of other runs than the nats"
@@ -220,7 +223,9 @@ def test_the_first_lines_of_several_sizes_name_the_lowest_differences(tmp_path):
     assert "<title>9 variants" in page.read_text()
     words = words_of(page)
     assert "6 variants against standard at the same settings: 6 with one seed." in words
-    assert "The three with the lowest difference: rezero, layers 1 reaches a loss of 2.9000" in words
+    assert (
+        "The three with the lowest difference: rezero, layers 1 reaches a loss of 2.9000" in words
+    )
     lowest = [("rezero", "1"), ("rezero", "2"), ("rezero", "3")]
     assert re.findall(r"(\w+), layers (\d) reaches", words) == lowest
     assert f"headwater study RECIPE --out {tmp_path.name}-again" in words
