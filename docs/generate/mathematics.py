@@ -13,6 +13,7 @@ NAMES = (
     "Sinkhorn",
     "ReLU",
     "GELU",
+    "SiLU",
     "MLP",
     "diag",
     "exp",

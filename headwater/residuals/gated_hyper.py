@@ -37,7 +37,7 @@ class Gates(nn.Module):
 
 @register("gated-hc")
 class GatedHyperResidual(Residual):
-    """x = sum_j G_j U_j / n;  X'_j = X_j + 2 sigmoid(w_j U / n) f(x);  G = sigmoid(A silu(B U / n)), U_j = RMSNorm X_j.
+    """x = sum_j G_j U_j;  X'_j = X_j + 2 sigmoid(w_j U) f(x);  U_j = RMSNorm(X_j) / n;  G = sigmoid(A SiLU(B U)).
 
     G has a gate for each channel of each stream. A, B, w and the norm's weight are the sublayer's,
     and the head has a read of its own. A read is made of normed streams: in the release no pre-norm

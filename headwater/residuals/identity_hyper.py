@@ -16,7 +16,7 @@ from .streams import unmixed
 
 @register("identity-hc")
 class IdentityHyperResidual(ConstrainedResidual):
-    """x = (sigmoid(a) + eps) X;  X'_j = X_j + (m sigmoid(b_j) + eps) f(x), with a, b linear in RMSNorm(vec X).
+    """x = (e + sigmoid(a)) X;  X'_j = X_j + (e + m sigmoid(b_j)) f(x), with a, b linear in RMSNorm(vec X).
 
     The head sees a read of its own, of the same form.
     `streams`: n, the number of streams.
@@ -24,7 +24,7 @@ class IdentityHyperResidual(ConstrainedResidual):
     `start`: identity has W = 0, a pre that is biased to stream i mod n (+1, the others -1) and a
         post of one, and normal has W from N(0, 0.02), scales of 0.01, a pre of 1/n and a post of
         m / 2 (transformers).
-    `eps`: is added to every read and write.
+    `eps`: e, is added to every read and write.
     `norm_eps`: eps of the norm of vec X.
     `backend`: reads and writes run as in `headwater.depth_attention`, by the kernels of mhc.
     At initialisation: with start=identity streams stay equal, so it is the plain residual up to a
