@@ -109,7 +109,7 @@ class DecoderForCausalLM(PreTrainedModel, GenerationMixin):
             loss = torch.nn.functional.cross_entropy(
                 logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten()
             )
-        return CausalLMOutputWithPast(loss=loss, logits=logits)  # type: ignore[arg-type]  # typed as FloatTensor there
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
 def export_decoder(
