@@ -501,24 +501,32 @@ def test_a_named_residual_shows_its_options(capsys):
     assert "| `attnres-block:block=2` |" in output
 
 
-def test_flags_of_residuals_reach_the_table(called, monkeypatch):
-    rows = called(table_module, "residual_table", [])
+STUDIED = SimpleNamespace(folder=Path("my study"), finished={"a": 1})
+CALLS = [
+    (
+        "residuals ddl rezero --dim 32 --layers 3",
+        (table_module, "residual_table", []),
+        {"specs": ("ddl", "rezero"), "dim": 32, "layers": 3},
+    ),
+    (
+        "report a b --out c.html",
+        (report_module, "write_report", Path("c.html")),
+        {"folders": [Path("a"), Path("b")], "out": Path("c.html"), "models": []},
+    ),
+    (
+        "study a.toml --out b --minutes 3 --whole",
+        (studies_module, "study", STUDIED),
+        {"recipe": Path("a.toml"), "out": Path("b"), "minutes": 3.0, "whole": True},
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "function", "expected"), CALLS)
+def test_flags_reach_the_function_of_a_command(called, monkeypatch, words, function, expected):
+    arguments = called(*function)
     monkeypatch.setattr(table_module, "print_table", lambda rows: None)
-    assert main(["residuals", "ddl", "rezero", "--dim", "32", "--layers", "3"]) == 0
-    assert rows == {"specs": ("ddl", "rezero"), "dim": 32, "layers": 3}
-
-
-def test_flags_of_study_reach_it(tmp_path, capsys, called):
-    folder = tmp_path / "my study"
-    arguments = called(studies_module, "study", SimpleNamespace(folder=folder, finished={"a": 1}))
-    words = ["study", "a.toml", "--out", tmp_path, "--minutes", "3", "--whole"]
-    assert run(*words) == 0
-    words_after = f"headwater report '{folder}', and headwater scaling '{folder}' for"
-    assert words_after in capsys.readouterr().out
-    assert arguments == {"recipe": Path("a.toml"), "out": tmp_path, "minutes": 3.0, "whole": True}
-    called(studies_module, "study", SimpleNamespace(folder=folder, finished={}))
-    assert run(*words) == 0
-    assert not capsys.readouterr().out, "there is nothing to look at yet"
+    assert main(words.split()) == 0
+    assert arguments == expected
 
 
 def test_flags_of_scaling_reach_the_fit(tmp_path, capsys, called):
@@ -537,8 +545,9 @@ def test_flags_of_scaling_reach_the_fit(tmp_path, capsys, called):
 def test_scaling_names_runs_that_it_leaves_out_and_settings_that_differ(
     capsys, called, monkeypatch
 ):
-    summaries = [None, *({"bits_per_byte": loss} for loss in (1.0, None, 1.0))]
-    runs = [SimpleNamespace(summary=summary, extended=False) for summary in summaries]
+    losses = [None, 1.0, None, 1.0]
+    runs = [SimpleNamespace(summary={"bits_per_byte": x}, extended=False) for x in losses]
+    runs[0].summary = None
     called(runs_module, "read_runs", runs)
     called(rates_module, "at_rate", runs)
     called(rates_module, "rates_by_budget", "")
@@ -558,10 +567,9 @@ def test_scaling_names_runs_that_it_leaves_out_and_settings_that_differ(
 def test_flags_of_plan_reach_it(tmp_path, capsys, called):
     plan = called(plan_module, "make_plan")
     description = called(plan_module, "describe", "the plan")
-    words = ["--tokenizer", "bpe", "--bpe-vocab", "999", "--batch-size", "24", "--world", "8"]
-    for gpu in (True, False):
-        flag = "--gpu" if gpu else "--no-gpu"
-        assert main(["plan", *words, "--memory", "3", flag, "--checkpoint-activations"]) == 0
+    words = "--tokenizer bpe --bpe-vocab 999 --batch-size 24 --world 8 --memory 3"
+    for flag, gpu in (("--gpu", True), ("--no-gpu", False)):
+        assert main(["plan", *words.split(), flag, "--checkpoint-activations"]) == 0
         assert (plan["world"], plan["half"], plan["fused"]) == (8, gpu, gpu)
         assert (plan["model"].vocab_size, plan["config"].train.batch_size) == (1024, 24)
         assert list(description.values())[1:] == [3.0, True]
@@ -576,9 +584,3 @@ def test_flags_of_plan_reach_it(tmp_path, capsys, called):
     write_json(tmp_path / "config.json", asdict(tiny(tmp_path)))
     assert run("plan", tmp_path / "config.json", "--size", "nano", "--layers", "1") == 0
     assert (plan["model"].dim, plan["model"].layers) == (64, 1)
-
-
-def test_flags_of_report_reach_it(tmp_path, called):
-    report = called(report_module, "write_report", tmp_path)
-    assert main(["report", "a", "b", "--out", "c.html"]) == 0
-    assert report == {"folders": [Path("a"), Path("b")], "out": Path("c.html"), "models": []}
