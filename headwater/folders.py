@@ -6,7 +6,6 @@ it in its place. So a reader never sees half of it, and after a power cut it is 
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
@@ -99,8 +98,6 @@ def whole_folder(out: Path) -> Iterator[Path]:
     Raises OSError that names `out` for an error of the system, such as a full disk, which
     safetensors says in words.
     """
-    if out.exists() and not out.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(out))
     partial = (out if out.exists() else out.parent) / f".tmp-{out.name}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

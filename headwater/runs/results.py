@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -70,22 +70,15 @@ class TrainResult:
     def read(cls, folder: str | Path) -> TrainResult:
         """Read the result of a run that has finished from its folder.
 
-        Raises: `UserError` if the folder has no summary.json, or one that is not of a run.
+        Raises: `UserError` if the folder has no summary.json, or a damaged one.
         """
         folder = at_home(folder)
         path = folder / SUMMARY
         if not path.exists():
             raise UserError(f"{path} is missing: {folder} holds no run that has finished")
-        # Older summaries may lack fields that have a default.
+        # The hash of the values is no field.
         saved = read_hashed(path)
-        names = {field.name for field in fields(cls)} - {"folder"}
-        required = {field.name for field in fields(cls) if field.default is MISSING} - {"folder"}
-        missing = sorted(required - saved.keys())
-        if missing:
-            raise UserError(
-                f"{path} is not the summary of a run (it lacks {', '.join(missing)}): restore it, or take the run up "
-                "again"
-            )
+        names = {field.name for field in fields(cls)}
         return cls(folder=folder, **{key: value for key, value in saved.items() if key in names})
 
     def summary(self) -> dict[str, Any]:
