@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from headwater import __version__
 from headwater.cli.generation import generate
-from headwater.cli.huggingface import convert, evaluate, revert, verify
+from headwater.cli.huggingface import convert, evaluate, revert, serve_check, verify
 from headwater.cli.looking import doctor, inspect, report, residuals, scaling
 from headwater.cli.models import say
 from headwater.cli.training import compare, demo, export, plan, study, train
@@ -29,6 +29,7 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "convert": convert,
     "revert": revert,
     "verify": verify,
+    "serve-check": serve_check,
     "eval": evaluate,
     "plan": plan,
     "export": export,
@@ -102,7 +103,7 @@ def usage() -> str:
     lines = ["headwater: the residual stream as a part you can swap.", ""]
     lines += ["usage: headwater COMMAND [FLAGS]", ""]
     for name, function in COMMANDS.items():
-        lines.append(f"  {name:<10} {(function.__doc__ or '').strip()}")
+        lines.append(f"  {name:<11} {(function.__doc__ or '').strip()}")
     lines += ["", "headwater COMMAND --help lists the flags of a command."]
     lines += ["headwater --version says which version this is."]
     return "\n".join(lines)

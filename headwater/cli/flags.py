@@ -195,6 +195,12 @@ class VerifyFlags(PluginFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServeCheckFlags(Section, section=""):
+    folder: Path = field(metadata=POSITIONAL)
+    """A checkpoint folder of transformers. Its modeling file is run if vLLM is installed."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalFlags(PluginFlags):
     folder: Path = field(metadata=POSITIONAL)
     """A run, one of its checkpoints, or a transformers checkpoint folder, converted or not."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 
-from headwater.cli.flags import ConvertFlags, EvalFlags, RevertFlags, VerifyFlags
+from headwater.cli.flags import ConvertFlags, EvalFlags, RevertFlags, ServeCheckFlags, VerifyFlags
 from headwater.cli.models import check_device, is_transformers, say
 from headwater.cli.parser import parse
 from headwater.errors import UserError, command
+from headwater.runs.files import read_json
+from headwater.runs.tables import Table, plain
 from headwater.train.files import require, write_json
 
 
@@ -101,6 +104,20 @@ def verify(argv: list[str]) -> None:
     if not result.equal:
         raise UserError(str(result))
     say(str(result))
+
+
+def serve_check(argv: list[str]) -> None:
+    """Say which servers take a checkpoint folder. Where vLLM is installed, compare its tokens."""
+    flags = parse(ServeCheckFlags, argv, serve_check, name="serve-check")
+    from headwater.integrations.vllm import compare_tokens, has_remote_code, servers
+
+    if not is_transformers(flags.folder):
+        write = command("convert", flags.folder, "--out", "OUT")
+        raise UserError(f"{flags.folder} is no checkpoint of transformers. Write one: {write}")
+    config = read_json(flags.folder / "config.json")
+    say(plain(Table(["", ""], [[*row] for row in servers(flags.folder, config).items()])))
+    if has_remote_code(config) and importlib.util.find_spec("vllm"):
+        say(compare_tokens(flags.folder))
 
 
 def evaluate(argv: list[str]) -> None:

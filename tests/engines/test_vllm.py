@@ -1,10 +1,6 @@
 """vLLM serves what `headwater convert --remote-code` wrote: the tokens are transformers'. `make test-engines`."""
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,11 +9,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from headwater.cli import main
 from headwater.hf import convert
+from headwater.integrations.vllm import greedy_tokens
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed here: make test-engines", allow_module_level=True)
 
-TOKENS = Path(__file__).with_name("vllm_tokens.py")
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [200, 100, 50]]
 SHAPE = {
     "vocab_size": 256,
@@ -31,13 +27,6 @@ SHAPE = {
     "tie_word_embeddings": False,
 }
 MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
-HOME = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two ranks may share a socket
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-}
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -69,17 +58,15 @@ def served(request, tmp_path_factory) -> tuple[Path, list[list[int]]]:
 @pytest.mark.parametrize(
     ("ranks", "eager"), [(1, True), (1, False), (2, True)], ids=["eager", "compiled", "two ranks"]
 )
-def test_tokens_are_those_of_transformers(served, tmp_path, ranks, eager):
+def test_tokens_are_those_of_transformers(served, tmp_path, monkeypatch, ranks, eager):
     folder, expected = served
-    words = [str(folder), str(ranks), json.dumps(eager), json.dumps(PROMPTS)]
-    environment = {**os.environ, **HOME, "VLLM_CACHE_ROOT": str(tmp_path)}
-    run = subprocess.run(
-        [sys.executable, TOKENS, *words],
-        env=environment,
-        cwd=tmp_path,
-        text=True,
-        capture_output=True,
-    )
-    lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, run.stdout[-3000:] + run.stderr[-3000:]
-    assert json.loads(lines[0].removeprefix("RESULT ")) == expected
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    assert greedy_tokens(folder, PROMPTS, ranks=ranks, eager=eager) == expected
+
+
+def test_serve_check_compares_tokens(served, capsys):
+    folder, _ = served
+    assert main(["serve-check", str(folder)]) == 0
+    output = capsys.readouterr().out
+    assert f"yes, without pipeline parallelism: vllm serve {folder}" in output
+    assert "12 greedy tokens of vLLM are transformers'" in output

@@ -112,8 +112,11 @@ def test_autocast_is_part_of_the_graph():
 @pytest.mark.parametrize("spec", ["attnres-block:block=2", "mhc"])
 def test_torch_export_takes_a_network_with_a_residual_and_what_it_gives_can_be_trained(spec):
     network, x = Stack(spec, 4), torch.randn(2, 5, DIM)
-    exported = torch.export.export(network, (x,)).module()
-    expected, actual = network(x), exported(x)
+    # Another length than the exported one.
+    lengths = ({1: torch.export.Dim.DYNAMIC},)
+    exported = torch.export.export(network, (x,), dynamic_shapes=lengths).module()
+    longer = torch.randn(2, 7, DIM)
+    expected, actual = network(longer), exported(longer)
     torch.testing.assert_close(actual, expected)
     parameters, gradients = [*network.parameters()], []
     for y in (actual, expected):
