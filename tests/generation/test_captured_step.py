@@ -7,6 +7,7 @@ import pytest
 import torch
 from tinykimi import KIMI
 from tinymodels import model_of
+from torch.testing import assert_close
 
 from headwater.generation.captured_step import CapturedSteps, GeneralStep, step_of
 from headwater.generation.fused_step import FusedStep, can_step, fused_step
@@ -62,10 +63,10 @@ def test_the_fused_step_computes_the_forward_pass(spec, shape):
     with torch.no_grad():
         for token in range(3):
             tokens = torch.tensor([token, token + 1, token + 2])
-            torch.testing.assert_close(fused(tokens), general(tokens), atol=1e-9, rtol=1e-9)
+            assert_close(fused(tokens), general(tokens), atol=1e-9, rtol=1e-9)
     for fused_entry, entry in zip(fused_cache.entries, cache.entries):
         if entry is not None:
-            torch.testing.assert_close(fused_entry.tensors(), entry.tensors())
+            assert_close(fused_entry.tensors(), entry.tensors())
     assert fused_cache.lengths.tokens.tolist() == [4, 6, 10]
 
 
@@ -91,7 +92,7 @@ def test_the_fused_step_over_its_kernels(rows, launched, monkeypatch):
         for backend in ("triton", "reference"):
             step = step_over(model, cache_of(model, PROMPTS[:rows]), backend)
             logits.append(step(torch.arange(3, 3 + rows)))
-    torch.testing.assert_close(*logits, atol=2e-5, rtol=2e-5)
+    assert_close(*logits, atol=2e-5, rtol=2e-5)
     assert len(launches) == launched + 2  # and one for each block
 
 
@@ -210,8 +211,8 @@ def test_replayed_tokens_are_the_tokens(kind, exact):
     assert generate(model, PROMPTS, 20, temperature=0.0, graph=False) == rows
     assert generate(model, PROMPTS, 20, temperature=0.0) == rows
     assert generate(model, PROMPTS[:1], 20, temperature=0.0) == rows[:1]
-    drawn = generate(model, PROMPTS, 20, seed=3, graph=False)
-    assert generate(model, PROMPTS, 20, seed=3) == drawn
+    sample = generate(model, PROMPTS, 20, seed=3, graph=False)
+    assert generate(model, PROMPTS, 20, seed=3) == sample
 
 
 def three_steps(model, batch, fused=False):
@@ -296,8 +297,8 @@ def test_what_cannot_be_captured_goes_on_step_by_step(spec):
     steps = captured_steps(model, PROMPTS[:1], draw)
     steps.tokens.fill_(tokens[0])
     with torch.no_grad(), pytest.warns(UserWarning, match="not captured as a CUDA graph"):
-        drawn = [int(steps.run().argmax()) for _ in range(7)]
-    assert drawn == tokens[1:]
+        sample = [int(steps.run().argmax()) for _ in range(7)]
+    assert sample == tokens[1:]
     assert torch.cuda.current_stream() == before
     torch.randn(1, device="cuda")
 

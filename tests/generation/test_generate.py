@@ -49,7 +49,8 @@ def test_rows_of_any_length_are_what_each_is_alone(kind):
     rows = generate(model, PROMPTS, 8, temperature=0.0)
     assert generate(model, PROMPTS, 8, temperature=0.0, prefill_chunk=4) == rows
     for row, prompt in zip(rows, PROMPTS, strict=True):
-        likeliest = model(torch.tensor([row]))[0].argmax(-1).tolist()
+        logits = model(torch.tensor([row]))[0]
+        likeliest = logits.argmax(-1).tolist()
         assert row == prompt + likeliest[len(prompt) - 1 : -1]
         assert len(row) == len(prompt) + 8
 
@@ -64,9 +65,10 @@ def test_tokens_drawn_one_by_one_are_those_of_a_single_pass(kind):
     count = 256 if kind in LONG else 50
     small = {"layers": 2, "pattern": "kda:mla"} if kind == "kimi" else {"layers": 1}
     model = tiny(kind, **small, context=4 + count).eval()
-    text = torch.tensor(generate(model, [[1, 2, 3, 4]], count, temperature=0.0))
-    cache = model.new_cache()
-    portions = [model.hidden(part, cache) for part in text.split(count * 2 // 5, 1)]
+    prompt, cache = torch.tensor([[1, 2, 3, 4]]), model.new_cache()
+    text = generate(model, prompt, count, temperature=0.0)
+    parts = text.split(count * 2 // 5, 1)
+    portions = [model.hidden(part, cache) for part in parts]
     for hidden in (model.hidden(text), torch.cat(portions, 1)):
         likeliest = model.head(hidden[:, 3:-1]).argmax(-1)
         assert torch.equal(likeliest, text[:, 4:])
@@ -91,8 +93,8 @@ def test_the_same_tokens_are_drawn_without_a_cache(kind, settings):
 
 
 def test_a_seed_decides_the_draws_and_the_model_is_left_as_it_was():
-    model, prompts = tiny("standard"), torch.tensor([[1, 2, 3, 4]])
-    texts = [generate(model, prompts, 12, seed=seed).tolist() for seed in (0, 1, 2, 1)]
+    model, prompts = tiny("standard"), [[1, 2, 3, 4]]
+    texts = [generate(model, prompts, 12, seed=seed) for seed in (0, 1, 2, 1)]
     assert texts[0] != texts[1] != texts[2]
     assert texts[1] == texts[3]
     assert model.training
@@ -110,17 +112,18 @@ def test_each_row_stops_by_itself():
     rows = generate(model, PROMPTS, 14, temperature=0.0, stop=stop)
     assert rows == [cut_at(stop, prompt, row) for prompt, row in zip(PROMPTS, free)]
     # Row n ends after n + 1 tokens.
-    steps = [*stream(model, PROMPTS, 14, GREEDY, ended=lambda row, new: len(new) > row)]
+    steps = list(stream(model, PROMPTS, 14, GREEDY, ended=lambda row, new: len(new) > row))
     assert len(steps) == 5
     for number, tokens in enumerate(steps):
         assert [token is None for token in tokens] == [number > row for row in range(5)]
 
 
 def test_rows_of_a_tensor_repeat_their_last_token():
-    model, prompts = tiny("standard"), torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    model, prompts = tiny("standard"), torch.arange(1, 9).view(2, 4)
 
     def continued(**stop):
-        return generate(model, prompts, 12, temperature=0.0, **stop)[:, 4:].tolist()
+        rows = generate(model, prompts, 12, temperature=0.0, **stop)
+        return rows[:, 4:].tolist()
 
     one, other = continued()
     stop = next(token for token in one[:8] if token not in other)
@@ -176,7 +179,8 @@ def test_between_two_steps_of_a_stream_the_model_is_as_its_owner_has_it():
 def test_logits_that_are_no_numbers_are_named(settings):
     model = tiny("standard")
     model.embedding.weight.data[7] = torch.nan  # only one prompt has this token
-    assert len(generate(model, [[1, 2], [3]], 1, **settings)[0]) == 3
+    rows = generate(model, [[1, 2], [3]], 1, **settings)
+    assert [len(row) for row in rows] == [3, 2]
     with pytest.raises(ValueError, match="after 0 new tokens the logits of prompt 1 are not num"):
         generate(model, [[1, 2], [3, 7, 4]], 3, **settings)
 
@@ -222,6 +226,8 @@ def test_a_model_of_transformers_is_sent_to_its_own_generate():
 
 
 def test_prompts_may_be_tensors_or_arrays():
-    model, tensors = tiny("standard"), [torch.tensor([1, 2]), np.array([3])]
-    texts = [repr(generate(model, rows, 2, temperature=0.0)) for rows in (tensors, [[1, 2], [3]])]
-    assert texts[0] == texts[1]
+    model = tiny("standard")
+    expected = generate(model, [[1, 2], [3]], 2, temperature=0.0)
+    tensors = [torch.tensor([1, 2]), np.array([3])]
+    # Their tokens are plain numbers too.
+    assert repr(generate(model, tensors, 2, temperature=0.0)) == repr(expected)

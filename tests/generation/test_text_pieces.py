@@ -14,9 +14,9 @@ def pieces_of(text, stops=()):
     continuation, pieces = Continuation(ByteTokenizer(), stops), []
     ids = list(text.encode())
     for end in range(1, len(ids) + 1):
-        done = continuation.update(ids[:end])
+        ended = continuation.update(ids[:end])
         pieces.append(continuation.piece())
-        if done:
+        if ended:
             break
     return [*pieces, continuation.piece(last=True)]
 

@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 from tinymodels import gradients_of, in_pieces, model_of, tokens_of
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from headwater.models import Decoder, ModelConfig, projection
@@ -48,20 +49,21 @@ SETTINGS = [
 
 
 @pytest.mark.skipif(GPU, reason="the interpreter is off where there is a GPU")
-@pytest.mark.parametrize(("settings", "turns"), SETTINGS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("settings", "turns"), SETTINGS, ids=str)
 def test_a_decoder_is_the_same_with_the_kernels_and_without(joined, settings, turns):
     """Their launches are those of two layers."""
     model, tokens = model_of(**settings, layers=2, scatter=True), tokens_of()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(projection, "can_join", lambda x, layers: False)
         logits, gradients = gradients_of(model, tokens)
-    for backend, launched in (("reference", (0, 0, 0, 0)), ("triton", (2, 2, turns, turns))):
+    expected = {"reference": (0, 0, 0, 0), "triton": (2, 2, turns, turns)}
+    for backend, launched in expected.items():
         joined(backend)
         before = ran()
         again, gradients_again = gradients_of(model, tokens)
         assert ran(before) == launched
-        torch.testing.assert_close(again, logits, atol=2e-5, rtol=1e-4)
-        torch.testing.assert_close(gradients_again, gradients, atol=2e-5, rtol=1e-3)
+        assert_close(again, logits, atol=2e-5, rtol=1e-4)
+        assert_close(gradients_again, gradients, atol=2e-5, rtol=1e-3)
 
 
 @pytest.mark.skipif(GPU, reason="the interpreter is off where there is a GPU")
@@ -71,7 +73,7 @@ def test_recomputed_activations_give_the_same_gradients(joined):
     _, gradients = gradients_of(model, tokens)
     gradients = {name: gradient.clone() for name, gradient in gradients.items()}
     model.around = functools.partial(checkpoint, use_reentrant=False)
-    torch.testing.assert_close(gradients_of(model, tokens)[1], gradients, atol=0, rtol=0)
+    assert_close(gradients_of(model, tokens)[1], gradients, atol=0, rtol=0)
 
 
 @pytest.mark.skipif(GPU, reason="the interpreter is off where there is a GPU")
@@ -82,7 +84,7 @@ def test_with_a_cache_nothing_is_turned_by_the_kernel(joined):
         whole, before = model(tokens), ran()
         pieces = in_pieces(model, tokens, 7, 5)
     assert ran(before) == (4, 0, 0, 0)
-    torch.testing.assert_close(pieces, whole, atol=1e-5, rtol=1e-4)
+    assert_close(pieces, whole, atol=1e-5, rtol=1e-4)
 
 
 def test_on_a_cpu_and_in_fp64_the_reference_runs():
@@ -150,4 +152,4 @@ def test_a_step_can_be_captured_and_repeats_bit_by_bit():
         results = run()
     for _ in range(3):
         graph.replay()
-        torch.testing.assert_close(results, expected, rtol=0, atol=0)
+        assert_close(results, expected, rtol=0, atol=0)

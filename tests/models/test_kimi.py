@@ -7,6 +7,7 @@ import pytest
 import torch
 from tinykimi import KIMI
 from tinymodels import gradients_of, in_pieces, model_of, tokens_of, without_gradient
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from headwater.generation.generate import generate
@@ -28,7 +29,9 @@ def test_the_published_model_has_the_published_counts():
     count = model.parameter_count()
     assert count["total"] - count["residual"] == 49_122_675_072
     assert count["active"] - count["residual"] == 3_484_453_248
-    parts = {s.kind: sum(p.numel() for p in s.body.parameters()) for s in model.sublayers}
+    parts = {}
+    for sublayer in model.sublayers:
+        parts[sublayer.kind] = sum(p.numel() for p in sublayer.body.parameters())
     assert parts == {"kda": 39_514_272, "mlp": 63_700_992, "moe": 1_819_607_040, "mla": 29_114_880}
     # Published is a pair of 2304 numbers for each of 55 reads; here the first, of one source, has none.
     assert count["residual"] == 253_440 - 2 * 2304
@@ -64,7 +67,8 @@ def test_experts_take_the_feed_forwards_that_a_pattern_leaves_open():
 
 @pytest.mark.parametrize("pattern", ["kda*3:mla", "kda:mla", "kda", "kda*2:mla:kda"])
 def test_a_pattern_is_written_as_it_was_read(pattern):
-    mixers = [layer[0] for layer in layers_of(pattern, 12, experts=0, dense=0)]
+    layers = layers_of(pattern, 12, experts=0, dense=0)
+    mixers = [layer[0] for layer in layers]
     assert write_pattern(mixers) == pattern
 
 
@@ -103,10 +107,10 @@ def test_residuals_of_each_kind_train_and_decode_it(spec):
     assert without_gradient(gradients) == []
     model.around = partial(checkpoint, use_reentrant=False)
     recomputed = gradients_of(model, tokens)[1]
-    torch.testing.assert_close(recomputed, gradients, atol=1e-6, rtol=1e-5)
+    assert_close(recomputed, gradients, atol=1e-6, rtol=1e-5)
     with torch.no_grad():
         pieces = in_pieces(model, tokens, 9, 1, 7, 1, 1, 1)
-    torch.testing.assert_close(pieces, logits, atol=2e-5, rtol=2e-5)
+    assert_close(pieces, logits, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +120,8 @@ def test_residuals_of_each_kind_train_and_decode_it(spec):
 def test_parts_mix(settings, tmp_path):
     model = model_of("attnres-block", scatter=True, **KIMI | settings)
     prompt = tokens_of(length=5)
-    assert torch.equal(generate(model, prompt, 12), generate(model, prompt, 12, use_cache=False))
+    text = generate(model, prompt, 12)
+    assert torch.equal(generate(model, prompt, 12, use_cache=False), text)
     model.save(tmp_path)
     assert torch.equal(Decoder.load(tmp_path)(prompt), model(prompt))
 
@@ -130,18 +135,19 @@ def test_compiled_layers_are_whole_graphs_and_count_loads():
     loads = {name: router.load.clone() for name, router in routers(model).items()}
     model.compile_layers(backend="aot_eager", fullgraph=True, dynamic=False)
     again, compiled = gradients_of(model, tokens)
-    torch.testing.assert_close(again, logits, atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(compiled, gradients, atol=1e-6, rtol=1e-5)
+    assert_close(again, logits, atol=1e-6, rtol=1e-6)
+    assert_close(compiled, gradients, atol=1e-6, rtol=1e-5)
     for name, router in routers(model).items():
         assert torch.equal(router.load, 2 * loads[name])
 
 
 def test_a_token_never_sees_its_future():
-    model, tokens = model_of("standard", scatter=True, **KIMI).eval(), tokens_of(length=30)
+    model = model_of("standard", scatter=True, **KIMI).eval()
+    tokens = tokens_of(length=30)
     changed = tokens.clone()
     changed[:, 20:] = (changed[:, 20:] + 1) % 48
     before, after = model(tokens), model(changed)
-    torch.testing.assert_close(before[:, :20], after[:, :20], atol=1e-6, rtol=1e-6)
+    assert_close(before[:, :20], after[:, :20], atol=1e-6, rtol=1e-6)
     assert (before[:, 20:] - after[:, 20:]).abs().max() > 1e-2
 
 
@@ -150,7 +156,8 @@ def test_a_cache_is_as_small_as_promised():
     cache = model.new_cache(batch=2, room=20)
     model(tokens_of(length=20), cache)
     kda, mla = cache[0], cache[6]
-    assert (tuple(kda.state.shape), kda.state.dtype) == ((2, 4, 8, 8), torch.float32)
+    assert tuple(kda.state.shape) == (2, 4, 8, 8)
+    assert kda.state.dtype == torch.float32
     assert tuple(kda.tail.shape) == (2, 3, 3 * 32)
     assert tuple(mla.latents.shape) == (2, 20, 32 + 4)  # for all heads together
     assert cache.lengths.even == 20
@@ -171,7 +178,7 @@ def test_absorbed_decoding_is_the_plain_one(monkeypatch):
     monkeypatch.setattr(MLA, "_absorbed", counted)
     plain = decode(0)
     assert not calls
-    torch.testing.assert_close(decode(8), plain, atol=1e-5, rtol=1e-5)
+    assert_close(decode(8), plain, atol=1e-5, rtol=1e-5)
     assert len(calls) == 3 * 4
 
 
@@ -206,7 +213,8 @@ def test_convolutions_and_decays_do_not_decay():
     names_by_id = {id(p): name for name, p in model.named_parameters()}
     groups = {}
     for group, parameters in sort_parameters(model).items():
-        groups[group] = {names_by_id[id(p)].split("body.")[-1] for p in parameters}
+        names = [names_by_id[id(p)] for p in parameters]
+        groups[group] = {name.rpartition("body.")[2] for name in names}
     assert {"query_conv.weight", "decay.rate", "decay.bias", "norm.weight"} <= groups["rest"]
     matrices = {"experts.gate", "experts.output", "router.weight", "decay_up.weight"}
     assert matrices <= groups["matrices"]

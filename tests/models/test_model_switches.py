@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from tinymodels import DIM, LAYERS, gradients_of, model_of, tokens_of, without_gradient
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from headwater.generation.generate import generate
@@ -12,7 +13,8 @@ from headwater.models import Decoder
 from headwater.models.window import window_attention, window_mask
 from headwater.residuals import names
 
-SWITCHES = [{"shortswa": 3}, {"value_residual": True}, {"shortswa": 4, "value_residual": True}]
+VALUES = {"value_residual": True}
+SWITCHES = [{"shortswa": 3}, VALUES, {"shortswa": 4} | VALUES]
 
 
 @pytest.mark.parametrize("switches", SWITCHES)
@@ -26,22 +28,25 @@ def test_gradients_checkpointing_and_saving(switches, spec, tmp_path):
     model.around = partial(checkpoint, use_reentrant=False)
     again, recomputed = gradients_of(model, tokens)
     assert torch.equal(again, logits)
-    torch.testing.assert_close(recomputed, gradients, atol=1e-6, rtol=1e-5)
+    assert_close(recomputed, gradients, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("switches", SWITCHES)
 @pytest.mark.parametrize("spec", ["standard", "deepcrossattention"])
 def test_cached_decoding(switches, spec):
     model, prompt = model_of(spec, scatter=True, **switches), tokens_of(length=5)
-    assert torch.equal(generate(model, prompt, 16), generate(model, prompt, 16, use_cache=False))
+    text = generate(model, prompt, 16)
+    assert torch.equal(generate(model, prompt, 16, use_cache=False), text)
 
 
 def test_a_window_s_cache_hands_out_only_what_the_next_token_sees():
     model, tokens = model_of("standard", scatter=True, shortswa=3), tokens_of(length=9)
     cache = model.new_cache(len(tokens))
-    pieces = [model(piece, cache) for piece in tokens.split([6, 1, 1, 1], 1)]
-    torch.testing.assert_close(torch.cat(pieces, 1), model(tokens), atol=1e-5, rtol=1e-4)
-    keys, _ = cache[0].append(*torch.zeros(2, 2, 2, 1, 8))
+    sizes = (6, 1, 1, 1)
+    pieces = [model(piece, cache) for piece in tokens.split(sizes, 1)]
+    assert_close(torch.cat(pieces, 1), model(tokens), atol=1e-5, rtol=1e-4)
+    token = torch.zeros(2, 2, 1, 8)
+    keys, _ = cache[0].append(token, token)
     assert keys.shape[2] == 3
 
 
@@ -64,7 +69,8 @@ def test_a_short_window_begins_as_nothing():
         head, *rest = name.split(".")
         if head == "sublayers":
             layer, place = divmod(int(rest[0]), 2)
-            name = ".".join(("sublayers", str(3 * layer + 1 + place), *rest[1:]))
+            number = 3 * layer + 1 + place  # behind the layer's short attention
+            name = ".".join(("sublayers", str(number), *rest[1:]))
         weights[name] = value
     model.load_state_dict(weights, strict=False)
     assert torch.equal(model(tokens), plain(tokens))
@@ -76,10 +82,12 @@ def test_a_short_window_sees_only_its_tokens():
     out = window_attention(q, k, v, 3)
     for t in range(7):
         window = slice(max(0, t - 2), t + 1)
-        scores = q[..., [t], :] @ k[..., window, :].mT / 2
-        expected = scores.softmax(-1) @ v[..., window, :]
-        torch.testing.assert_close(out[..., [t], :], expected, atol=1e-6, rtol=1e-6)
-    assert window_mask(2, 4, 2).int().tolist() == [[0, 1, 1, 0], [0, 0, 1, 1]]
+        scores = q[..., [t], :] @ k[..., window, :].mT
+        weights = (scores / 2).softmax(-1)
+        expected = weights @ v[..., window, :]
+        assert_close(out[..., [t], :], expected, atol=1e-6, rtol=1e-6)
+    mask = window_mask(2, 4, 2).int()
+    assert mask.tolist() == [[0, 1, 1, 0], [0, 0, 1, 1]]
 
 
 def test_value_residual_mixes_the_first_attention_s_values():
@@ -97,7 +105,7 @@ def test_value_residual_mixes_the_first_attention_s_values():
             body.value_mix.data = torch.tensor([first, second])
 
     mix(0.0, 1.0)
-    torch.testing.assert_close(model(tokens), plain(tokens), atol=1e-6, rtol=1e-6)
+    assert_close(model(tokens), plain(tokens), atol=1e-6, rtol=1e-6)
     mix(1.0, 0.0)
     for body in later:
         body.value.weight.data.fill_(float("nan"))
@@ -114,12 +122,13 @@ def test_deepnorm_starts_its_sublayers_smaller():
         return torch.stack(norms), attention.query.weight.norm()
 
     (plain, query), (small, same) = norms("standard"), norms("deepnorm")
-    torch.testing.assert_close(small, plain * (8 * 4) ** -0.25)
+    assert_close(small, plain * (8 * 4) ** -0.25)
     assert torch.equal(query, same)
 
 
 def test_flops_count_the_window():
-    plain, windowed = (model_of("standard", kv_heads=4, shortswa=w) for w in (None, 8))
+    plain = model_of("standard", kv_heads=4)
+    windowed = model_of("standard", kv_heads=4, shortswa=8)
     matrices, adds = 2 * 4 * DIM * DIM, 2 * DIM
     # In a text of four tokens a window has no more than four.
     for tokens, width in ((None, 8), (4, 4)):
@@ -148,4 +157,4 @@ def test_flex_attention_equals_masked_attention(length, window):
 
     for flex, masked in zip(run("cuda", torch.float32), run("cpu", torch.float64)):
         # The kernels multiply in TF32
-        torch.testing.assert_close(flex, masked, atol=5e-3, rtol=5e-3)
+        assert_close(flex, masked, atol=5e-3, rtol=5e-3)

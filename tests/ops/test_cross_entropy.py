@@ -11,6 +11,7 @@ from kernel_cases import (
     leaves_of,
     with_gradients,
 )
+from torch.testing import assert_close
 
 from headwater.ops import linear_cross_entropy
 from headwater.ops.cross_entropy import operators, token_losses
@@ -21,14 +22,15 @@ ONE = [torch.tensor(1.0)]  # the gradient of a loss
 
 def case(rows, vocabulary, dim=16, dtype=torch.float32, scale=1.0):
     torch.manual_seed(0)
-    (x,) = leaves_of([scale * torch.randn(rows, dim, device=HERE)], dtype)
+    x = scale * torch.randn(rows, dim, device=HERE)
+    x = x.to(dtype).requires_grad_()
     weight = torch.randn(vocabulary, dim, device=HERE, requires_grad=True)
     return x, weight, torch.randint(0, vocabulary, (rows,), device=HERE)
 
 
 def exact(x, weight, targets):
     """The losses, their mean and its gradients in fp64, from the rounded inputs."""
-    leaves = leaves_of([x.double(), weight.to(x.dtype).double()])
+    leaves = leaves_of([x, weight.to(x.dtype)], torch.float64)
     losses = F.cross_entropy(leaves[0] @ leaves[1].T, targets, reduction="none")
     return losses.detach(), with_gradients([losses.mean()], leaves, ONE)
 
@@ -48,11 +50,12 @@ def test_it_is_the_cross_entropy_of_the_logits(rows, vocabulary, chunk, backend)
     options = {"chunk": chunk, "backend": backend}
     # A factor behind the mean reaches the gradients.
     mean = 3 * linear_cross_entropy(x, weight, targets, **options)
-    values = [value.double() / 3 for value in with_gradients([mean], (x, weight), ONE)]
-    torch.testing.assert_close(values, results, **tolerance)
+    values = with_gradients([mean], (x, weight), ONE)
+    values = [value.double() / 3 for value in values]
+    assert_close(values, results, **tolerance)
     x, targets = x.view(1, rows, -1), targets.view(1, rows)
     single = token_losses(x, weight, targets, **options)
-    torch.testing.assert_close(single.double().flatten(), losses, **tolerance)
+    assert_close(single.double().flatten(), losses, **tolerance)
 
 
 @pytest.mark.gpu
@@ -98,7 +101,7 @@ def test_extreme_logits_stay_finite(backend):
     values = with_gradients([loss], (x, weight), ONE)
     assert all(value.isfinite().all() for value in values)
     expected = exact(x, weight, targets)[1][0]
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+    assert_close(loss.double(), expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.gpu
@@ -107,26 +110,28 @@ def test_extreme_logits_stay_finite(backend):
 def test_a_token_that_is_all_but_certain_keeps_its_digits(lead, backend):
     """Its loss, and softmax - 1, are not what rounding leaves of a difference."""
     torch.manual_seed(0)
-    targets, one = torch.tensor([0, 3, 39, 5], device=HERE), torch.eye(40, device=HERE)
+    targets = torch.tensor([0, 3, 39, 5], device=HERE)
+    one = torch.eye(40, device=HERE)
     hits = one[targets]
     logits = torch.randn(4, 40, device=HERE) + lead * hits
     (x,) = leaves_of([logits.bfloat16()], torch.float32)  # which tf32 leaves as it is
     others = x.detach().double().softmax(-1) * (1 - hits)
     rest = others.sum(-1)
     losses = token_losses(x, one, targets, backend=backend)
-    torch.testing.assert_close(losses.double(), -torch.log1p(-rest), rtol=1e-5, atol=0)
+    assert_close(losses.double(), -torch.log1p(-rest), rtol=1e-5, atol=0)
     mean = linear_cross_entropy(x, one, targets, backend=backend)
     (gradient,) = torch.autograd.grad(4 * mean, x)
     expected = others - rest[:, None] * hits
     tolerance = 2e-3 if GPU else 1e-5  # tf32 products
-    torch.testing.assert_close(gradient.double(), expected, rtol=tolerance, atol=0)
+    assert_close(gradient.double(), expected, rtol=tolerance, atol=0)
 
 
 @both
 def test_a_logit_that_overflowed_is_no_certainty(backend):
     x = torch.zeros(2, 5, device=HERE).half()
     x[:, 3] = torch.tensor([60000.0, 1.0])
-    weight, targets = 2 * torch.eye(5, device=HERE).half(), torch.tensor([3, 3], device=HERE)
+    weight = 2 * torch.eye(5, device=HERE).half()
+    targets = torch.tensor([3, 3], device=HERE)
     losses = token_losses(x, weight, targets, backend=backend)
     assert losses.isnan().tolist() == [True, False]
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from kernel_cases import interpreted, leaves_of, operators, with_gradients
+from torch.testing import assert_close
 
 from headwater.ops import depth_attention
 
@@ -15,17 +16,20 @@ def draw(count):
     generator = torch.Generator().manual_seed(count)
     sizes = [(2, 12)] * count + [(12,)] * 3
     draws = [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes]
-    *sources, query, key, norm = leaves_of([0.5 * draw for draw in draws], torch.float32)
+    halves = [0.5 * draw for draw in draws]
+    *sources, query, key, norm = leaves_of(halves, torch.float32)
     return sources, query, key, norm
 
 
 def unit(x, eps):
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+    square = x.square().mean(-1, keepdim=True)
+    return x / (square + eps).sqrt()
 
 
 def formula(sources, query, key, norm, norm_eps):
     """The read in fp64."""
-    stack, query, key, norm = (t.double() for t in (torch.stack(sources), query, key, norm))
+    tensors = torch.stack(sources), query, key, norm
+    stack, query, key, norm = (tensor.double() for tensor in tensors)
     weights = (unit(stack, EPS) * key @ query).softmax(0)
     read = (weights.unsqueeze(-1) * stack).sum(0)
     return unit(read, norm_eps) * norm
@@ -35,11 +39,12 @@ def agree(read, tensors, norm_eps=NORM_EPS):
     """Compare the value and every gradient with those of the formula."""
     sources, *vectors = tensors
     expected, inputs = formula(*tensors, norm_eps), [*sources, *vectors]
-    seeds = [torch.randn(read.shape, generator=torch.Generator().manual_seed(9))]
+    generator = torch.Generator().manual_seed(9)
+    seeds = [torch.randn(read.shape, generator=generator)]
     values, *gradients = with_gradients([read], inputs, seeds)
     truth, *exact = with_gradients([expected], inputs, seeds)
-    torch.testing.assert_close(values.double(), truth, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(gradients, exact, atol=1e-5, rtol=1e-5)
+    assert_close(values.double(), truth, atol=1e-5, rtol=1e-5)
+    assert_close(gradients, exact, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -49,14 +54,15 @@ def test_a_read_has_one_eps_for_both_norms(backend):
     agree(depth_attention(sources, query, key, **options), tensors, EPS)
     with torch.no_grad():
         read = depth_attention(sources, query, key, **options)
-    torch.testing.assert_close(read.double(), formula(*tensors, EPS))
+    assert_close(read.double(), formula(*tensors, EPS))
 
 
 def scored(ops, sources, query, key):
     """The sources again, and the scores of each, (..., 1, 1)."""
     threaded, scores = [], []
+    folded = (query * key).unsqueeze(0)
     for source in sources:
-        source, _, (score,) = ops.score(source, (query * key).unsqueeze(0), EPS)
+        source, _, (score,) = ops.score(source, folded, EPS)
         threaded.append(source)
         scores.append(score)
     return threaded, scores
@@ -74,7 +80,7 @@ def test_a_merge_has_one_for_the_sum_and_one_for_the_read(backend, opens):
     (out,), (lse,), _ = ops.mix(threaded, scores)
     arguments = newest, partial, out, lse, query, key, norm
     read, total = ops.merge(*arguments, eps=EPS, norm_eps=NORM_EPS)
-    torch.testing.assert_close(total, sources[-1])
+    assert_close(total, sources[-1])
     agree(read, tensors)
 
 

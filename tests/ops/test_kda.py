@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kernel_cases import leaves_of, saved_for_backward
+from torch.testing import assert_close
 
 from headwater.ops.kda import kda, kda_gate
 from headwater.ops.kda import operators as kda_operators
@@ -37,7 +38,8 @@ def inputs_of(length, form="softplus", heads=2, width=8, values=6):
 
     q, k, raw = draw(3, 2, length, heads, width)
     g = kda_gate(2 * raw, draw(heads), draw(heads, width), form)
-    v, beta = draw(2, length, heads, values), draw(2, length, heads).sigmoid()
+    v = draw(2, length, heads, values)
+    beta = draw(2, length, heads).sigmoid()
     return q, k, v, g, beta, draw(2, heads, width, values)
 
 
@@ -49,7 +51,8 @@ def results(function, inputs):
     along = [torch.randn(x.shape, generator=generator).to(x) for x in outputs]
     gradients = torch.autograd.grad(outputs, leaves, along)
     values = [x.detach() for x in outputs]
-    return dict(zip(("o", "last", *TENSORS), (*values, *gradients), strict=True))
+    names = ("o", "last", *TENSORS)
+    return dict(zip(names, (*values, *gradients), strict=True))
 
 
 def of_form(form, *chunk):
@@ -64,7 +67,8 @@ FORMS = (kda, of_form(recurrent), of_form(chunkwise, 64))
 
 
 def unit(x):
-    return x / (x.square().sum(-1, keepdim=True) + L2_EPS).sqrt()
+    square = x.square().sum(-1, keepdim=True)
+    return x / (square + L2_EPS).sqrt()
 
 
 def of_fla(function):
@@ -143,9 +147,9 @@ def test_gates_are_fla_s(form):
     torch.manual_seed(0)
     x = torch.randn(2, 5, 3, 4) * 10
     rate, bias = torch.randn(3), torch.randn(3, 4)
-    theirs = gates.naive_kda_gate if form == "softplus" else gates.naive_kda_lowerbound_gate
-    expected = theirs(x, rate, bias.flatten())
-    torch.testing.assert_close(kda_gate(x, rate, bias, form), expected)
+    naive_gate = gates.naive_kda_gate if form == "softplus" else gates.naive_kda_lowerbound_gate
+    expected = naive_gate(x, rate, bias.flatten())
+    assert_close(kda_gate(x, rate, bias, form), expected)
     extremes = torch.tensor([-1e4, 1e4]).view(1, 1, 1, 2)
     far = kda_gate(extremes, rate[:1], bias[:1, :2], form)
     assert far.isfinite().all()
@@ -158,11 +162,12 @@ def test_a_prompt_in_pieces_is_the_prompt():
     whole, last = kda(*inputs)
     state, outputs = inputs[-1], []
     sizes = (1, 69, 1, 69, 10)
-    for pieces in zip(*(x.split(sizes, 1) for x in inputs[:-1]), strict=True):
+    pieces_of_inputs = [x.split(sizes, 1) for x in inputs[:-1]]
+    for pieces in zip(*pieces_of_inputs, strict=True):
         o, state = kda(*pieces, state)
         outputs.append(o)
     actual = torch.cat(outputs, 1), state
-    torch.testing.assert_close(actual, (whole, last), atol=1e-5, rtol=1e-5)
+    assert_close(actual, (whole, last), atol=1e-5, rtol=1e-5)
 
 
 def test_half_precision_inputs_keep_an_fp32_state():
@@ -172,8 +177,8 @@ def test_half_precision_inputs_keep_an_fp32_state():
         o, state = kda(*inputs, g, beta)
     assert (o.dtype, state.dtype) == (torch.bfloat16, torch.float32)
     exact, expected = kda(*(x.float() for x in inputs), g, beta)
-    torch.testing.assert_close(state, expected)
-    torch.testing.assert_close(o, exact.bfloat16())
+    assert_close(state, expected)
+    assert_close(o, exact.bfloat16())
 
 
 def test_as_one_node_it_keeps_its_inputs_alone(monkeypatch):
@@ -184,7 +189,8 @@ def test_as_one_node_it_keeps_its_inputs_alone(monkeypatch):
         assert torch.equal(value, expected[name]), name
     leaves = leaves_of(inputs)
     saved = saved_for_backward(lambda: kda(*leaves))
-    assert sum(x.numel() for x in saved) == sum(x.numel() for x in inputs)
+    sizes = [sum(x.numel() for x in tensors) for tensors in (saved, inputs)]
+    assert sizes[0] == sizes[1]
 
 
 @pytest.mark.parametrize(
@@ -257,5 +263,5 @@ def test_a_gate_s_gradient_is_that_of_its_formula():
     x = torch.randn(1, 3, 2, 4, dtype=torch.float64, requires_grad=True)
     rate, bias = torch.randn(2).double(), torch.randn(2, 4).double()
     expected = -rate.exp()[:, None] * F.softplus(x + bias)
-    torch.testing.assert_close(kda_gate(x, rate, bias), expected)
+    assert_close(kda_gate(x, rate, bias), expected)
     assert torch.autograd.gradcheck(lambda y: kda_gate(y, rate, bias, "bounded"), x)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from kernel_cases import assert_all_equal, leaves_of, with_gradients
+from torch.testing import assert_close
 
 from headwater.errors import BackendError
 from headwater.ops import depth_attention, routing
@@ -42,7 +43,7 @@ def test_agrees_with_fla_in_output_and_every_gradient(num_sources, dim, normed):
     (read, *values), (expected, *others) = (
         with_gradients([output], inputs, seeds) for output in (read, expected)
     )
-    torch.testing.assert_close(read, expected, atol=1e-5, rtol=1e-5)
+    assert_close(read, expected, atol=1e-5, rtol=1e-5)
     for value, other in zip(values, others, strict=True):
         assert (value - other).norm() <= 1e-5 * max(other.norm(), 1.0)
 
@@ -72,7 +73,8 @@ def test_second_derivatives_match_finite_differences_where_a_source_is_zero(zero
 
     def read_in_two_phases(query, key_weight, *sources):
         *blocks, last = sources
-        (out,), (lse,) = reference.attend_blocks(blocks, query[None], key_weight[None], 0.1)
+        vectors = query[None], key_weight[None]
+        (out,), (lse,) = reference.attend_blocks(blocks, *vectors, 0.1)
         return reference.merge_partial(last, query, out, lse, key_weight, None, 0.1)
 
     for function in (read, read_in_two_phases):
@@ -91,26 +93,27 @@ def test_two_phases_equal_one_pass(num_blocks, normed):
     for query, key, out, lse in zip(queries, keys, outs, lses):
         merged.append(reference.merge_partial(partial, query, out, lse, key, norm_weight, 1e-6))
         direct.append(depth_attention(sources, query, key, norm_weight=norm_weight))
-    torch.testing.assert_close(merged, direct, atol=1e-12, rtol=1e-12)
-    inputs, seeds = [*sources, queries, keys], torch.randn(5, *direct[0].shape)
+    assert_close(merged, direct, atol=1e-12, rtol=1e-12)
+    inputs = [*sources, queries, keys]
+    seeds = torch.randn(5, *direct[0].shape)
     gradients = [with_gradients(reads, inputs, seeds) for reads in (merged, direct)]
-    torch.testing.assert_close(*gradients, atol=1e-11, rtol=1e-11)
+    assert_close(*gradients, atol=1e-11, rtol=1e-11)
 
 
 def test_weights_are_a_distribution_and_reproduce_the_read():
     sources, query, key_weight = draw(5, 16)
     read, weights = depth_attention(sources, query, key_weight, return_weights=True, heads=4)
     assert weights.shape == (5, 2, 3, 4)
-    torch.testing.assert_close(weights.sum(0), torch.ones(2, 3, 4))
+    assert_close(weights.sum(0), torch.ones(2, 3, 4))
     grouped = torch.stack(sources).unflatten(-1, (4, 4))
     mixed = (weights.unsqueeze(-1) * grouped).sum(0)
-    torch.testing.assert_close(mixed.flatten(-2), read)
+    assert_close(mixed.flatten(-2), read)
 
 
 def test_zero_query_is_the_mean_and_extremes_stay_finite():
     sources, _, _ = draw(6, 16)
     mean = torch.stack(sources).mean(0)
-    torch.testing.assert_close(depth_attention(sources, torch.zeros(16)), mean)
+    assert_close(depth_attention(sources, torch.zeros(16)), mean)
     sizes = torch.tensor([0.0, 1e4, 1e-4]).view(3, 1, 1)
     hostile = list(sizes * torch.randn(3, 2, 16))
     for value in (80.0, -80.0):
@@ -192,6 +195,7 @@ def test_sums_source_by_source_are_those_of_products(sums, small, monkeypatch):
     scores = torch.randn(2, 5, 4, sums, dtype=torch.float64, requires_grad=True)
     expected = torch.einsum("btns,nbtd->sbtd", scores.softmax(-2), torch.stack(sources))
     outs, _, _ = reference.mix(sources, scores.split([1, 3], -2))
-    mixed, inputs, seeds = torch.stack(outs), (scores, *sources), [torch.randn(expected.shape)]
-    results = [with_gradients([sum_], inputs, seeds) for sum_ in (mixed, expected)]
-    torch.testing.assert_close(*results, atol=1e-12, rtol=1e-12)
+    inputs, seeds = (scores, *sources), [torch.randn(expected.shape)]
+    mixed = torch.stack(outs)
+    results = [with_gradients([sums], inputs, seeds) for sums in (mixed, expected)]
+    assert_close(*results, atol=1e-12, rtol=1e-12)
