@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tinymodels import gradients_of, model_of, tokens_of
+from torch.testing import assert_close
 
 from headwater import param_groups
 from headwater.models import Decoder, ModelConfig
@@ -21,7 +22,7 @@ def test_zero_queries_give_the_plain_network(spec, layers):
 
     expected, shared = results("standard")
     logits, gradients = results(spec)
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert_close(logits, expected, atol=1e-4, rtol=0)
     for name, gradient in shared.items():
         assert (gradients[name] - gradient).norm() <= 1e-3 * gradient.norm(), name
 
@@ -46,7 +47,8 @@ def test_under_adam_a_scale_of_the_logits_is_a_factor_on_the_queries_rate(scale,
 
     def trained(spec, query_lr):
         model, tokens = model_of(spec), tokens_of()
-        optimizer = torch.optim.AdamW(param_groups(model, lr=1e-2, query_lr=query_lr), eps=1e-20)
+        groups = param_groups(model, lr=1e-2, query_lr=query_lr)
+        optimizer = torch.optim.AdamW(groups, eps=1e-20)
         for _ in range(8):
             optimizer.zero_grad()
             model(tokens).square().mean().backward()
@@ -55,5 +57,6 @@ def test_under_adam_a_scale_of_the_logits_is_a_factor_on_the_queries_rate(scale,
 
     width = model_of("attnres-full").config.dim
     scaled = trained(f"attnres-full:scale={scale}", 1.0)
-    torch.testing.assert_close(scaled, trained("attnres-full", width**-power), atol=1e-4, rtol=0)
+    expected = trained("attnres-full", width**-power)
+    assert_close(scaled, expected, atol=1e-4, rtol=0)
     assert (scaled - trained("attnres-full", 1.0)).abs().max() > 1e-2

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tinymodels import DIM, gradients_of, inputs_of, model_of, tokens_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from headwater.analyze import check_residual
@@ -53,7 +54,7 @@ def test_activation_checkpointing_changes_nothing(spec):
         model.around = partial(checkpoint, use_reentrant=reentrant)
         again, recomputed = gradients_of(model, tokens)
         assert torch.equal(logits, again)
-        torch.testing.assert_close(recomputed, plain, atol=1e-6, rtol=1e-5)
+        assert_close(recomputed, plain, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("spec", names())
@@ -74,7 +75,7 @@ def test_recording_changes_no_pass_and_leaves_no_trace(spec):
         during = model(tokens_of())
     lengths = {len(part) for part in (trace.sources, trace.reads, trace.weights)}
     assert lengths == {model.config.sublayers + 1}
-    torch.testing.assert_close(during, before, atol=1e-5, rtol=1e-5)
+    assert_close(during, before, atol=1e-5, rtol=1e-5)
     assert set(model.residual.__dict__) == attributes
     assert torch.equal(model(tokens_of()), before)
 
@@ -95,7 +96,7 @@ def test_a_residual_born_on_meta_is_reset_to_its_start(spec):
     residual.reset_parameters()
     torch.manual_seed(5)
     fresh = build(spec, DIM, 8)
-    torch.testing.assert_close(tensors_of(residual), tensors_of(fresh), rtol=0, atol=0)
+    assert_close(tensors_of(residual), tensors_of(fresh), rtol=0, atol=0)
 
 
 def test_a_stage_and_a_sharded_residual_are_reset_too():
@@ -124,7 +125,9 @@ def test_bf16_autocast_trains(spec):
     with torch.autocast("cpu", torch.bfloat16):
         logits, gradients = gradients_of(model, tokens)
     assert logits.isfinite().all()
-    assert all(g is not None and g.isfinite().all() for g in gradients.values())
+    for name, gradient in gradients.items():
+        assert gradient is not None, name
+        assert gradient.isfinite().all(), name
 
 
 @torch.no_grad()
@@ -133,7 +136,8 @@ def test_bf16_reads_are_a_few_roundings_from_fp32(spec):
     """On the same bf16 sources: weights are computed in fp32, so only the stored state is rounded."""
     residual = model_of(spec, scatter=True).residual
     generator = torch.Generator().manual_seed(3)
-    sources = torch.randn(residual.sublayers + 1, 2, 12, DIM, generator=generator).bfloat16()
+    sources = torch.randn(residual.sublayers + 1, 2, 12, DIM, generator=generator)
+    sources = sources.bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         rounded = replay(residual, sources)
     for low, exact in zip(rounded, replay(residual, sources.float())):

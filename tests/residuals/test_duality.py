@@ -7,6 +7,7 @@ They share parameters and no code.
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from headwater.models import ModelConfig
 from headwater.models.attention import Attention
@@ -31,7 +32,8 @@ def depth_reads(residual):
     for i in range(STATES):
         before = state[0]
         x, state = residual.read(state, i)
-        states.append(before * torch.rsqrt(before.square().mean(-1, keepdim=True) + 1e-6))
+        square = before.square().mean(-1, keepdim=True)
+        states.append(before * torch.rsqrt(square + 1e-6))
         added.append(x - before)
         state = residual.write(state, i, torch.randn(TOKENS, DIM, dtype=torch.float64))
     return torch.stack(states), torch.stack(added)
@@ -39,8 +41,8 @@ def depth_reads(residual):
 
 def short_attention(stack, maps, window):
     """ShortSWA along axis 0 of a stack (states, tokens, D), which becomes the sequence; tokens are its batch."""
-    shape = {"vocab_size": 2, "dim": DIM, "layers": 1, "heads": 1, "kv_heads": 1, "mlp_dim": 8}
-    config = ModelConfig(**shape, context=16, shortswa=window)
+    shape = {"vocab_size": 2, "dim": DIM, "layers": 1, "mlp_dim": 8, "context": 16}
+    config = ModelConfig(**shape, heads=1, kv_heads=1, shortswa=window)
     attention = Attention(config, window=window).double()
     for name in MAPS:
         if getattr(maps, name) is not None:  # the first read has one source: any query will do
@@ -58,7 +60,7 @@ def test_maps_shared_over_depth_are_short_attention_over_the_transposed_stack(wi
     residual = scattered(f"depth-window:maps=shared,window={window}")
     states, added = depth_reads(residual)
     expected = short_attention(states, residual.reads["0"], window)
-    torch.testing.assert_close(added, expected, atol=1e-12, rtol=1e-12)
+    assert_close(added, expected, atol=1e-12, rtol=1e-12)
     if window < STATES:
         wider = short_attention(states, residual.reads["0"], window + 1)
         assert (wider - added).abs().max() > 1e-2
@@ -72,7 +74,7 @@ def test_a_layer_s_own_maps_are_short_attention_at_its_depth(window):
     states, added = depth_reads(residual)
     for depth in range(STATES):
         expected = short_attention(states, residual.reads[str(depth)], window)[depth]
-        torch.testing.assert_close(added[depth], expected, atol=1e-12, rtol=1e-12)
+        assert_close(added[depth], expected, atol=1e-12, rtol=1e-12)
 
 
 @torch.no_grad()
@@ -87,4 +89,4 @@ def test_keys_that_each_state_makes_are_another_operator_unless_maps_are_equal()
                 getattr(maps, name).copy_(getattr(residual.reads["1"], name))
     states, added = depth_reads(residual)
     expected = short_attention(states, residual.reads["1"], 3)
-    torch.testing.assert_close(added, expected, atol=1e-12, rtol=1e-12)
+    assert_close(added, expected, atol=1e-12, rtol=1e-12)

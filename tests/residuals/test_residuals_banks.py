@@ -4,6 +4,7 @@ import pytest
 import torch
 from kernel_cases import replay, ways, with_option
 from tinymodels import advance, inputs_of
+from torch.testing import assert_close
 
 from headwater._torch import TorchDispatchMode
 from headwater.residuals import build
@@ -50,7 +51,7 @@ def test_kernels_give_the_same(spec, compiled):
     assert ran["mix_bank"] == ran["mix_bank_backward"] == sums
     assert ran["score"] == (3 if spec.startswith("muddformer") else 0)
     for value, exact in zip(actual, replay(spec, tensors, torch.float64), strict=True):
-        torch.testing.assert_close(value.double(), exact, atol=1e-4, rtol=1e-4)
+        assert_close(value.double(), exact, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("spec", SPECS)

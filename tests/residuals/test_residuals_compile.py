@@ -8,9 +8,10 @@ those made of PyTorch's own operators, dynamo's graph runs as it is.
 
 import pytest
 import torch
-from kernel_cases import INDUCTOR, UNFUSED
+from kernel_cases import INDUCTOR, UNFUSED, with_gradients
 from tinymodels import DIM, advance, gradients_of, inputs_of, model_of, tokens_of
 from torch import nn
+from torch.testing import assert_close
 
 from headwater.residuals import build, names
 
@@ -38,7 +39,8 @@ class Stack(nn.Module):
 
     def forward(self, x):
         state = self.residual.begin(x)
-        return self.residual.end(advance(self.residual, state, lambda i, x: self.layers[i](x)))
+        state = advance(self.residual, state, lambda i, x: self.layers[i](x))
+        return self.residual.end(state)
 
 
 def layers_of(spec):
@@ -50,7 +52,8 @@ def layers_of(spec):
     if spec.startswith(SOURCES):
         return 1
     residual = build(spec, DIM, 4)
-    return 2 if len({len(residual.layout(i)) for i in (0, 2, 4)}) > 1 else 1
+    lengths = {len(residual.layout(i)) for i in (0, 2, 4)}
+    return 2 if len(lengths) > 1 else 1
 
 
 @pytest.mark.parametrize("spec", [*names(), *OPTIONS])
@@ -58,12 +61,14 @@ def test_the_decoder_is_one_graph(spec):
     torch.compiler.reset()
     model, tokens = model_of(spec, scatter=True, layers=layers_of(spec)), tokens_of()
     expected, desired = gradients_of(model, tokens)
-    ours = spec.startswith(OWN_OPERATORS) and spec != "mhc-lite"  # has no Sinkhorn iteration
-    traced = torch.compile(model, backend="aot_eager" if ours else "eager", fullgraph=True)
+    # mhc-lite has no Sinkhorn iteration.
+    has_operators = spec.startswith(OWN_OPERATORS) and spec != "mhc-lite"
+    backend = "aot_eager" if has_operators else "eager"
+    traced = torch.compile(model, backend=backend, fullgraph=True)
     logits, gradients = gradients_of(traced, tokens)
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     desired = {f"_orig_mod.{name}": gradient for name, gradient in desired.items()}
-    torch.testing.assert_close(gradients, desired, atol=1e-4, rtol=1e-3)
+    assert_close(gradients, desired, atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("spec", [*names(), *OPTIONS])
@@ -80,8 +85,9 @@ def test_a_layer_compiles_by_itself_whatever_its_number(spec):
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     expected = actual = tuple(residual.begin(torch.randn(2, 3, DIM)))
     for i in range(4):
-        expected, actual = tuple(layer(i, *expected)), tuple(compiled(i, *actual))
-    torch.testing.assert_close(actual, expected)
+        expected = tuple(layer(i, *expected))
+        actual = tuple(compiled(i, *actual))
+    assert_close(actual, expected)
 
 
 @pytest.mark.slow
@@ -92,12 +98,10 @@ def test_inductor_gives_the_same():
     for parameter in stack.parameters():
         nn.init.normal_(parameter, std=0.3)
     x, seed = torch.randn(2, 3, 4, DIM)
-    results = []
     compiled = torch.compile(stack, fullgraph=True, options=INDUCTOR | UNFUSED)
-    for forward in (stack, compiled):
-        out = forward(x)
-        results.append([out.detach(), *torch.autograd.grad(out, [*stack.parameters()], seed)])
-    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-3)
+    parameters = [*stack.parameters()]
+    results = [with_gradients([forward(x)], parameters, [seed]) for forward in (stack, compiled)]
+    assert_close(*results, atol=1e-4, rtol=1e-3)
 
 
 def test_autocast_is_part_of_the_graph():
@@ -106,7 +110,7 @@ def test_autocast_is_part_of_the_graph():
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         expected = model(tokens)
         actual = torch.compile(model, backend="aot_eager", fullgraph=True)(tokens)
-    torch.testing.assert_close(actual, expected, atol=0.02, rtol=0.02)
+    assert_close(actual, expected, atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("spec", ["attnres-block:block=2", "mhc"])
@@ -117,8 +121,5 @@ def test_torch_export_takes_a_network_with_a_residual_and_what_it_gives_can_be_t
     exported = torch.export.export(network, (x,), dynamic_shapes=lengths).module()
     longer = torch.randn(2, 7, DIM)
     expected, actual = network(longer), exported(longer)
-    torch.testing.assert_close(actual, expected)
-    parameters, gradients = [*network.parameters()], []
-    for y in (actual, expected):
-        gradients.append(torch.autograd.grad(y.square().sum(), parameters, allow_unused=True))
-    torch.testing.assert_close(*gradients)
+    parameters, seeds = [*network.parameters()], [torch.randn_like(expected)]
+    assert_close(*(with_gradients([y], parameters, seeds) for y in (actual, expected)))

@@ -4,6 +4,7 @@ means."""
 import pytest
 import torch
 from test_contract import SPECS, gradients_of, model_of, tokens_of
+from torch.testing import assert_close
 
 from headwater.models.pattern import FEED_FORWARDS, MIXERS
 from headwater.residuals import (
@@ -45,21 +46,24 @@ def test_a_cache_carries_what_token_convolutions_look_back_at(spec, value_residu
     model = model_of(spec, scatter=True, value_residual=value_residual)
     tokens = tokens_of(length=20)
     expected, cache = model(tokens), model.new_cache(len(tokens))
-    pieces = [model(piece, cache) for piece in tokens.split([2, 1, 8, 1, 8], 1)]
-    torch.testing.assert_close(torch.cat(pieces, 1), expected, atol=1e-4, rtol=1e-4)
+    sizes = (2, 1, 8, 1, 8)
+    pieces = [model(piece, cache) for piece in tokens.split(sizes, 1)]
+    assert_close(torch.cat(pieces, 1), expected, atol=1e-4, rtol=1e-4)
     assert all(tensor.shape[1] == 3 for tensor in cache.past)
     # Without the past the next tokens are others.
     cache = model.new_cache(len(tokens))
     model(tokens[:, :10], cache)
     cache.past = ()
-    assert (model(tokens[:, 10:], cache) - expected[:, 10:]).abs().max() > 1e-2
+    forgetful = model(tokens[:, 10:], cache)
+    assert (forgetful - expected[:, 10:]).abs().max() > 1e-2
 
 
 def test_token_convolutions_do_not_look_ahead():
     model, tokens = model_of(LOOK_BACK[2], scatter=True), tokens_of()
     changed = tokens.clone()
     changed[:, 7:] = (changed[:, 7:] + 1) % 48
-    assert torch.equal(model(tokens)[:, :7], model(changed)[:, :7])
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :7], after[:, :7])
 
 
 @pytest.mark.parametrize(
@@ -127,7 +131,8 @@ def test_kinds_name_every_sublayer_by_a_word_that_there_is():
 
 
 def test_both_on_one_read_are_a_kind_where_kinds_are_not_told_apart():
-    assert build("attnres-block", 16, 2, kinds=["parallel"] * 2).kinds == ("parallel", "parallel")
+    residual = build("attnres-block", 16, 2, kinds=["parallel"] * 2)
+    assert residual.kinds == ("parallel", "parallel")
     with pytest.raises(ValueError, match="got 'parallel'"):
         build("denseformer", 16, 2, kinds=["parallel"] * 2)
 

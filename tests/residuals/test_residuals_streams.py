@@ -5,6 +5,7 @@ import torch
 from kernel_cases import replay, ways, with_option
 from tinymodels import advance, scattered
 from torch.overrides import TorchFunctionMode
+from torch.testing import assert_close
 
 from headwater.residuals import build
 from headwater.residuals.base import hold_weights
@@ -61,7 +62,8 @@ def test_streams_sit_beside_the_channels_not_in_the_batch(spec):
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if not spec.startswith(("ddl", "gated"))])
 def test_a_sublayer_keeps_its_n_streams_and_no_copy_of_them(spec):
     residual, (x, *outputs) = with_sources(spec)
-    arguments = {t.untyped_storage().data_ptr() for t in (x, *outputs, *residual.parameters())}
+    tensors = (x, *outputs, *residual.parameters())
+    arguments = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     saved = {}  # tensors too, so that no address is used twice
 
     def keep(tensor):
@@ -88,7 +90,8 @@ def test_kernels_give_the_same(spec, compiled):
     from headwater.ops.triton.launch import launches
 
     torch.compiler.reset()
-    tensors = torch.randn(3, 1, 3, DIM, generator=torch.Generator().manual_seed(0)).unbind(0)
+    generator = torch.Generator().manual_seed(0)
+    tensors = torch.randn(3, 1, 3, DIM, generator=generator).unbind(0)
     before = launches.copy()
     on_kernels = with_option(spec, "backend=triton")
     actual = replay(on_kernels, tensors, compiled=compiled, unused=True)
@@ -100,7 +103,7 @@ def test_kernels_give_the_same(spec, compiled):
     expected = replay(spec, tensors, torch.float64, unused=True)
     for value, exact in zip(actual, expected, strict=True):
         if exact is not None:  # nobody reads the last ones' mixing
-            torch.testing.assert_close(value.double(), exact, atol=1e-4, rtol=1e-4)
+            assert_close(value.double(), exact, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU")

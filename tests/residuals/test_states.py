@@ -80,7 +80,8 @@ def test_other_values_are_an_error_that_names_what_came(spec):
     with pytest.raises(ValueError, match=r"^begin of .* tensor \(\.\.\., 16\); got \(2, 3, 8\)$"):
         residual.begin(x[..., :8])
     # What an attention of transformers returns, and what could be added all the same.
-    for wrong in ((x, None), x[:, :1], x[:1], x[0], x[0, 0]):
+    narrow = x[:, :1], x[:1], x[0], x[0, 0]
+    for wrong in ((x, None), *narrow):
         with pytest.raises(ValueError, match=r"^write 0 of .* one tensor \(2, 3, 16\); got "):
             residual.write(reading, 0, wrong)
 
@@ -117,8 +118,8 @@ def test_what_one_thread_looks_at_another_does_not_see():
 
     def elsewhere():
         noted["held"] = weights_held()
-        _, state = residual.read(residual.begin(x), 0)
-        noted["read"] = residual.read(residual.write(state, 0, x), 1)[0]
+        state = advance(residual, residual.begin(x), lambda i, _: x, stop=1)
+        noted["read"], _ = residual.read(state, 1)
 
     with hold_weights(), record(residual) as trace:
         thread = threading.Thread(target=elsewhere)

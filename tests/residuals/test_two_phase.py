@@ -6,8 +6,10 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
+from kernel_cases import leaves_of
 from tinymodels import advance, model_of
 from tinymodels import scattered as scattered_residual
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from headwater.generation.generate import generate
@@ -51,8 +53,9 @@ def results_of(model, tokens):
 @pytest.mark.parametrize("other", [phased, str], ids=["by name", "by default"])
 def test_it_is_the_same_network(spec, other, monkeypatch):
     monkeypatch.setattr(attention, "WORTH_TWO_PHASES", 0)
-    (one, two), tokens = models_of(spec, other), torch.randint(0, 40, (2, 7))
-    torch.testing.assert_close(results_of(two, tokens), results_of(one, tokens), **CLOSE)
+    one, two = models_of(spec, other)
+    tokens = torch.randint(0, 40, (2, 7))
+    assert_close(results_of(two, tokens), results_of(one, tokens), **CLOSE)
     text = generate(one, tokens, 9, temperature=0.0)
     assert torch.equal(generate(two, tokens, 9, temperature=0.0), text)
 
@@ -64,11 +67,16 @@ def test_a_record_shows_the_same_reads_and_weights(spec):
         with torch.no_grad(), record(model.residual) as trace:
             model(tokens)
         records.append([*trace.reads, *trace.weights])
-    torch.testing.assert_close(*records, **CLOSE)
+    assert_close(*records, **CLOSE)
 
 
 def drive(residual, state, outputs, start=0, stop=None):
-    return advance(residual, state, lambda i, x: outputs[i + 1] + x.tanh(), start, stop)
+    """The state behind sublayers that add their read, squashed, to an output."""
+
+    def sublayer(i, x):
+        return outputs[i + 1] + x.tanh()
+
+    return advance(residual, state, sublayer, start, stop)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -80,7 +88,7 @@ def test_a_settled_state_can_be_read_on(spec):
         settled = residual.settle(state, i)
         assert len(settled) == residual.num_sources(i)
         end = residual.end(drive(residual, settled, outputs, i))
-        torch.testing.assert_close(end, whole, **CLOSE)
+        assert_close(end, whole, **CLOSE)
         state = drive(residual, state, outputs, i, i + 1)
 
 
@@ -91,9 +99,10 @@ def test_stages_with_their_own_queries_do_what_the_whole_does(spec):
     Values are compared, and the gradient of every parameter and source.
     """
     whole = scattered(one_by_one(spec), sublayers=10)
-    leaves = [output.requires_grad_() for output in torch.randn(11, 2, 16).unbind(0)]
+    leaves = leaves_of(torch.randn(11, 2, 16))
     end = whole.end(drive(whole, whole.begin(leaves[0]), leaves))
-    desired = torch.autograd.grad(end.square().sum(), [*leaves, *whole.parameters()])
+    inputs = [*leaves, *whole.parameters()]
+    desired = torch.autograd.grad(end.square().sum(), inputs)
     names = [name for name, _ in whole.named_parameters()]
     blank = scattered(phased(spec), sublayers=10)
     for cuts in combinations(range(1, 10), 2):
@@ -109,11 +118,11 @@ def test_stages_with_their_own_queries_do_what_the_whole_does(spec):
             if stop < 10:
                 state = stage.settle(state, stop)
         last = stage.end(state)
-        torch.testing.assert_close(last, end, **CLOSE)
+        assert_close(last, end, **CLOSE)
         assert parameters.keys() == set(names)
         inputs = [*leaves, *map(parameters.get, names)]
         actual = torch.autograd.grad(last.square().sum(), inputs)
-        torch.testing.assert_close(actual, desired, atol=2e-4, rtol=1e-3)
+        assert_close(actual, desired, atol=2e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -180,7 +189,8 @@ class Centred(torch.nn.RMSNorm):
     """A norm of the user's, whose weight is around zero."""
 
     def forward(self, x):
-        return torch.nn.functional.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
+        weight = 1 + self.weight
+        return torch.nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 def ends_of(residual, norm, outputs):
@@ -196,13 +206,14 @@ def ends_of(residual, norm, outputs):
 def test_over_the_plain_operators_a_norm_is_called(spec, kind, monkeypatch):
     """It is called as in reads one by one: with its class's forward or its own."""
     monkeypatch.setattr(attention, "WORTH_TWO_PHASES", 0)
-    norm, calls, outputs = kind(16, eps=1e-6), [], torch.randn(11, 2, 16)
+    norm, calls = kind(16, eps=1e-6), []
+    outputs = torch.randn(11, 2, 16)
     norm.forward = lambda x, forward=norm.forward: calls.append(1) or forward(x)
     one, two = (scattered(s, sublayers=10) for s in (one_by_one(spec), spec))
     assert not two.folds_norm(two.begin(outputs[0]), 0)
     expected, actual = ends_of(one, norm, outputs), ends_of(two, norm, outputs)
     assert len(calls) == 22
-    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-3)
+    assert_close(actual, expected, atol=1e-4, rtol=1e-3)
 
 
 with_kernels = pytest.mark.parametrize("spec", [BLOCK, FULL])
@@ -218,7 +229,8 @@ def on_kernels(spec, sublayers=4, **options):
 @pytest.mark.parametrize("folds", [False, True])
 def test_a_kernel_takes_no_norm_with_a_forward_of_its_own(spec, folds):
     """Unless its class says that weight and eps are all there is to it."""
-    norm, outputs = type("Mine", (Centred,), {"folds": folds})(16, eps=1e-6), torch.randn(5, 2, 16)
+    norm = type("Mine", (Centred,), {"folds": folds})(16, eps=1e-6)
+    outputs = torch.randn(5, 2, 16)
     expected = ends_of(scattered(one_by_one(spec), sublayers=4), norm, outputs)
     actual = ends_of(on_kernels(spec), norm, outputs)
     assert torch.allclose(actual, expected, atol=1e-4, rtol=1e-3) != folds
@@ -233,7 +245,8 @@ def test_the_decoders_norm_is_folded_as_torchs_is_and_none_with_hooks(spec, hook
     monkeypatch.setattr(
         torch.nn.functional, "rms_norm", lambda *words: called.append(1) or norm_of(*words)
     )
-    for norm in (torch.nn.RMSNorm(16, eps=1e-6), RMSNorm(16, 1e-6), Centred(16, eps=1e-6)):
+    for kind in (torch.nn.RMSNorm, RMSNorm, Centred):
+        norm = kind(16, eps=1e-6)
         called.clear()
         owner = torch.nn.modules.module if hook == "module_forward_" else norm
         handle = getattr(owner, f"register_{hook}hook")(lambda *_: None) if hook else None
@@ -246,14 +259,15 @@ def test_the_decoders_norm_is_folded_as_torchs_is_and_none_with_hooks(spec, hook
     assert torchs == decoders
     assert (torchs == 5) == bool(hook)
     assert users == 5
-    torch.testing.assert_close(ends[0], ends[1])
+    assert_close(ends[0], ends[1])
 
 
 @torch.no_grad()
 @with_kernels
 def test_kernels_keep_the_eps_of_keys_apart_from_the_eps_of_the_norm(spec):
     """Sources are small and both eps large, so that an exchange of the two shows in every read."""
-    norm, outputs = torch.nn.RMSNorm(16, eps=0.5), 0.3 * torch.randn(7, 2, 16)
+    norm = torch.nn.RMSNorm(16, eps=0.5)
+    outputs = 0.3 * torch.randn(7, 2, 16)
     results = []
     for residual in (
         scattered(with_options(one_by_one(spec), eps=0.02), sublayers=6),
@@ -267,7 +281,7 @@ def test_kernels_keep_the_eps_of_keys_apart_from_the_eps_of_the_norm(spec):
 
         state = advance(residual, residual.begin(outputs[0]), output_of, norms=[norm] * 6)
         results.append([*reads, residual.end(state, norm=norm)])
-    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
+    assert_close(*results, atol=1e-5, rtol=1e-4)
 
 
 def test_queries_on_another_device_stay_there():
@@ -299,14 +313,16 @@ def test_sources_beside_streams_are_read_in_two_phases_too():
     residual.depth_part = phased
     residual.forget_layouts()
     close = {"atol": 1e-5, "rtol": 1e-5}
-    torch.testing.assert_close(replay(residual, sources), expected, **close)
+    assert_close(replay(residual, sources), expected, **close)
     begun = residual.begin(sources[0])
     state = advance(residual, begun, lambda i, _: sources[i + 1], stop=4)
     assert len(state) > 4
     settled = residual.settle(state, 4)
-    assert [len(layout) for layout in residual.layouts["read", 4]] == [4, len(state)]
+    lengths = [len(layout) for layout in residual.layouts["read", 4]]
+    assert lengths == [4, len(state)]
     assert len(settled) == 4  # streams, embedding, a finished block, the running sum
-    torch.testing.assert_close(residual.read(tuple(settled), 4)[0], expected[4], **close)
+    read, _ = residual.read(tuple(settled), 4)
+    assert_close(read, expected[4], **close)
 
 
 @torch.no_grad()
@@ -323,4 +339,4 @@ def test_without_gradients_two_phases_begin_behind_the_first_sublayer(spec):
         state = residual.begin(outputs[0])
         assert len(state) > 1
         desired = residual.end(drive(residual, state, outputs))
-    torch.testing.assert_close(end, desired, atol=1e-6, rtol=1e-5)
+    assert_close(end, desired, atol=1e-6, rtol=1e-5)

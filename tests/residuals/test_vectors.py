@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors import safe_open
+from torch.testing import assert_close
 from vectors import make
 
 from headwater.residuals import names, parse
@@ -33,7 +33,7 @@ def compare(spec, tensors, tolerance):
     assert expected.keys() <= computed.keys()
     for name, value in expected.items():
         scale = max(1.0, value.abs().max().item())
-        torch.testing.assert_close(
+        assert_close(
             computed[name].detach() / scale,
             value.double() / scale,
             atol=tolerance,
