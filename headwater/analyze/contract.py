@@ -89,6 +89,7 @@ def place_of(error: Exception) -> str:
     Where none of its methods is on the stack, a method of the interface could not take the result
     of one, and the first such is named.
     """
+    # From the outermost frame inwards: the class's methods, and the interface's around them.
     methods, verbs = [], []
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if not isinstance(frame.f_locals.get("self"), Residual):
@@ -245,6 +246,7 @@ def gradients(spec: str) -> str:
     model, text = scattered(spec), tokens()
     logits = model(text)[:, :-1].flatten(0, 1)
     cross_entropy(logits, text[:, 1:].flatten()).backward()
+    # Both mistakes are sought in one pass; a gradient that is not finite explains more.
     silent, infinite = [], []
     for name, parameter in model.residual.named_parameters():
         gradient = parameter.grad
@@ -291,6 +293,7 @@ def maps(spec: str) -> str:
 def cache(spec: str) -> str:
     """Tokens that come in portions see what they see in a whole pass."""
     model, text = scattered(spec), tokens()
+    # Portions of several tokens and of one, as prompts and decoding have them.
     cache, whole = model.new_cache(len(text)), model(text)
     portions = [model(portion, cache) for portion in text.split([5, 1, 1, 5], 1)]
     distance = (torch.cat(portions, 1) - whole).abs().max()
@@ -304,6 +307,7 @@ def cache(spec: str) -> str:
 def loading(spec: str) -> str:
     """A saved and loaded model computes exactly the same."""
     model, text = scattered(spec), tokens()
+    # Through a real folder: what is not saved is built anew from the configuration.
     with TemporaryDirectory() as folder:
         model.save(Path(folder))
         loaded = Decoder.load(Path(folder)).eval()

@@ -92,12 +92,14 @@ def thin(items: Sequence[Any], limit: int) -> list[Any]:
         return list(items)
     if limit == 1:
         return [items[-1]]
+    # From the first to the last in equal steps.
     stride = (len(items) - 1) / (limit - 1)
     return [items[round(i * stride)] for i in range(limit)]
 
 
 def curves(group: Group, kind: str) -> dict[int, Points]:
     """The curve of each run by its position in the group: "train", "eval" or "difference"."""
+    # Differences are taken to the baseline's run of equal seed.
     baseline = {run.seed: run for run in group.baseline.runs} if group.baseline else {}
     by_position: dict[int, Points] = {}
     for position, run in enumerate(group.runs):
@@ -194,6 +196,7 @@ def mean_list(lists: list[list[Any] | None], digits: int) -> list[float | None] 
     present = [values for values in lists if values is not None]
     if not present:
         return None
+    # A seed without a number at a place is left out of the mean there.
     means = []
     for column in zip(*present):
         numbers = [value for value in map(number, column) if value is not None]

@@ -91,6 +91,7 @@ def lines_of(points: Mapping[str, Mapping[float, Sequence[float]]]) -> list[Line
 
 def picture(panels: Sequence[Panel | Map], label: str) -> str:
     """An SVG with panels two in a row, or maps, which are square and small, three in a row."""
+    # Panels fill rows from the left.
     wide, high, columns = _width(panels), HIGH, 2
     if isinstance(panels[0], Map):
         wide, high, columns = MAP, MAP, 3
@@ -120,6 +121,7 @@ def _cells(panel: Map) -> list[str]:
 
     There is one path a step, in which equal neighbours of a row are one piece.
     """
+    # Equal neighbours join, and cells of one shade are one path: that keeps the file small.
     largest = max(map(max, panel.shares))
     shades: dict[int, list[str]] = {}
     for row, shares in enumerate(panel.shares):
@@ -274,6 +276,7 @@ def _scale(values: Sequence[float], low: float, high: float) -> Callable[[float]
 
 def _ticks(low: float, high: float) -> list[float]:
     """Round numbers around a range, four to seven of them."""
+    # The power of ten below the range; its parts are the steps that read well.
     span = (high - low) or 1
     power = 10 ** math.floor(math.log10(span))
     # The smallest round step that leaves six gaps or fewer.

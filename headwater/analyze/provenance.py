@@ -40,6 +40,7 @@ def facts(groups: list[Group]) -> str:
         "Versions": together(versions),
         "Last written": written.strftime("%Y-%m-%d %H:%M UTC"),
     }
+    # A fact that nobody knows stays empty, and its row goes.
     if rows["Tokens"]:
         rows["Tokens"] += " per run"
     if not written.timestamp():  # an archive may drop times
@@ -66,6 +67,7 @@ def _finished(groups: list[Group], runs: list[RecordedRun]) -> str:
 
 def models(runs: list[RecordedRun]) -> str:
     """Name the sizes of the models, and their parts if those are not attention alone."""
+    # One size is written in words, several side by side.
     settings = [section(run.config, "model") for run in runs]
     shapes = [(model.get("layers", "?"), model.get("dim", "?")) for model in settings]
     sizes = unique([f"{layers} × {width}" for layers, width in shapes], 8)
@@ -146,10 +148,12 @@ def _command(folder: Path) -> str:
     # A page shows no path of somebody's machine: a folder elsewhere is named without its place.
     below = folder.parts and not folder.is_absolute() and ".." not in folder.parts
     name = folder.as_posix() if below else folder.resolve().name
+    # Residuals of other packages are imported by name before the command knows them.
     modules = {module_of(run) for run in find_runs([folder])}
     plugins = [
         flag for module in sorted(modules - {"", "__main__"}) for flag in ("--plugin", module)
     ]
+    # The folder is a run, a comparison, or a study, whose recipe is not in it.
     if (folder / "config.json").is_file():
         line = command("train", config=f"{name}/config.json", out=f"{name}-again")
     elif (folder / COMPARISON).is_file():

@@ -74,6 +74,7 @@ def write_page(path: Path, page: str, *, begins: bytes = DOCTYPE, kind: str = "w
     """
     if path.is_dir() and not path.is_symlink():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    # Only a file that begins as our pages do is ours to replace.
     if path.is_file() and not path.is_symlink():
         with path.open("rb") as file:
             if file.read(len(begins)).lower() != begins:
@@ -95,6 +96,7 @@ def make_page(
     """
     groups = group_runs(runs, order)
     words = words_of_page(groups, again)
+    # The words stay as they are; curves and maps get coarser until the page is small enough.
     for points, frames, digits in DETAILS:
         page = fill_template(words, payload(groups, points, frames, digits))
         if len(page.encode()) <= LIMIT:
@@ -104,6 +106,7 @@ def make_page(
 
 def payload(groups: list[Group], points: int, frames: int, digits: int) -> dict[str, Any]:
     """Collect the numbers that the page's script draws."""
+    # A group names its baseline by its place in the list.
     places = {id(group): i for i, group in enumerate(groups)}
     entries = []
     for colour, group in enumerate(groups, first_colour(groups)):

@@ -41,6 +41,7 @@ def name_cell(group: Group, colour: int, detail: str = "") -> Cell:
 
 def results_table(groups: list[Group]) -> Table:
     """List losses, differences and costs of the groups, the baseline first."""
+    # All rows are drawn on one scale; without differences the column of drawings goes.
     lowest, scale = lowest_of(groups), difference_scale(groups)
     columns: list[str | Cell] = [*COLUMNS]
     together = groups[0].comparisons
@@ -77,6 +78,7 @@ def _costs(group: Group) -> list[Cell]:
     forms = {"flops_per_token": count, "seconds": duration, "peak_memory_bytes": memory}
     cells = [cost_cell(group, "parameters", count, f"+ {extra:,.0f}" if extra else "")]
     for key, form in forms.items():
+        # Runs that shared the machine say nothing of how fast a residual is.
         fair = key != "seconds" or group.timed
         cells.append(cost_cell(group, key, form, ratio(group, key) if fair else ""))
     return cells
@@ -166,6 +168,7 @@ def drawing(group: Group, colour: int, scale: Scale) -> str:
     """Draw a dot for each seed, a bar for the interval and a line at the baseline."""
     zero, middle = place(0.0, scale), HEIGHT / 2
     parts = [f'<line class="zero" x1="{zero}" x2="{zero}" y1="0" y2="{HEIGHT}"/>']
+    # The bar lies below the dots, and the mean's mark above them.
     paired = group.difference()
     if paired is not None:
         parts += bar(paired, scale)
@@ -187,6 +190,7 @@ def bar(paired: Paired, scale: Scale) -> list[str]:
     low, high = paired.interval
     left, right = (place(min(max(end, scale[0]), scale[1]), scale) for end in (low, high))
     parts = [f'<line class="interval" x1="{left}" x2="{right}" y1="{y}" y2="{y}"/>']
+    # An arrow points the way in which the interval goes on.
     ends = (left, -1, low < scale[0]), (right, 1, high > scale[1])
     for x, way, beyond in ends:
         shape = f"M{x},{y - 5}v10"

@@ -128,6 +128,7 @@ def fit_points(points: Points) -> Fit:
 def multiplier_interval(
     fits: tuple[Fit, Fit], draws: Sequence[tuple[Fit, Fit]], compute: float
 ) -> Interval | None:
+    # The best estimate must be a number; draws may be infinite, which opens the interval.
     value = multiplier(*fits, compute)
     if math.isinf(value):
         return None
@@ -136,6 +137,7 @@ def multiplier_interval(
 
 def multiplier(ours: Fit, baseline: Fit, compute: float) -> float:
     """Return C' / C, infinite where the baseline's curve never comes as low as ours at C."""
+    # From the budget up to our loss, and from that loss down to the baseline's budget.
     loss = ours.loss(compute)
     needed = baseline.compute(loss)
     if needed is None:
@@ -189,6 +191,7 @@ def without_ends(scalings: Sequence[Scaling], baseline: str) -> dict[float, list
 
     This shows how far curves depend on single sizes. Empty where three budgets are all there are.
     """
+    # The ends are the baseline's: residuals are compared at its budgets.
     points = {scaling.residual: scaling.points for scaling in scalings}
     budgets = sorted(points.get(baseline, ()))
     if len(budgets) <= BUDGETS:

@@ -49,6 +49,7 @@ def _curve_lines(scaling: Scaling) -> list[str]:
             f"{scaling.residual}: left out, for it has runs at {budgets} budget{plural} and a fit "
             "needs three"
         ]
+    # What a reader must know of the fit stands in brackets behind it.
     fewest = min(len(losses) for losses in scaling.points.values())
     seeds = "1 seed" if fewest == 1 else f"{fewest} seeds"
     remarks = f"{_edge(curve.alpha)}{_reach(scaling.alpha)}{budgets} budgets, {seeds} at least"
@@ -92,6 +93,7 @@ def panels_of(
     The second panel is there where a residual other than the baseline has a curve that meets the
     baseline's. `across`: the unit of budgets.
     """
+    # A residual has one colour in both panels.
     colours = colours_of([scaling.residual for scaling in scalings])
     curves, multipliers = [], []
     for scaling in scalings:
@@ -160,6 +162,7 @@ def _reach(alpha: Interval | None) -> str:
     """The interval of alpha. Where it ends with the search, nobody knows further."""
     if alpha is None or alpha.low is None or alpha.high is None:
         return ""
+    # From the first exponent that is tried to the last one: nothing is known.
     if alpha.low < ALPHAS[1] and alpha.high > ALPHAS[-2]:
         return "alpha may be anything that is tried, so these runs do not tell the curve; "
     low = f"{alpha.low:.3f}" if alpha.low > ALPHAS[0] else f"{ALPHAS[0]:g} or less"

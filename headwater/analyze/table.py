@@ -164,6 +164,7 @@ class _Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        # Each operator by itself reads its inputs and writes its results.
         inputs, results = _tensors((args, kwargs)), _tensors(out)
         # A view moves nothing.
         if {_storage(t) for t in results} & {_storage(t) for t in inputs}:
@@ -210,6 +211,7 @@ def start_class(spec: str, *, dim: int = 16, sublayers: int = 8) -> str:
 
     Returns "exact", "scaled" (equal once normed) or "different".
     """
+    # A factor that the reader's norm cancels is no other start.
     plain, other = _reads("standard", dim, sublayers), _reads(spec, dim, sublayers)
     if torch.allclose(other, plain, atol=1e-9, rtol=0):
         return "exact"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tinymodels import inputs_of, model_of, tokens_of
+from torch.testing import assert_close
 
 import headwater
 from headwater.analyze.inspector import removal
@@ -27,7 +28,6 @@ from headwater.train.data.tokenizer import ByteTokenizer
 SPECS = ["attnres-full", "attnres-block:block=2", "denseformer", "mhc", "ddl", "muddformer"]
 WITHIN = {"atol": 1e-5, "rtol": 0}
 LENGTH = 7
-close = torch.testing.assert_close
 
 
 def scattered(spec, **settings):
@@ -101,20 +101,20 @@ def test_weights_words_and_effects_are_those_computed_directly(spec):
     with torch.no_grad():
         reads, sources, logits = forward(model, tokens)
     first_inputs = [inputs_of(read)[0] for read in reads]
-    close(inspection.loss, nats(logits, tokens), **WITHIN)
+    assert_close(inspection.loss, nats(logits, tokens), **WITHIN)
     for top, parts in ((inspection.reads, first_inputs), (inspection.sources, sources)):
         for i, part in enumerate(parts):
             likeliest = top_of(model.head(model.norm(part)))
-            close(top.probabilities[i], likeliest.values.detach(), **WITHIN)
+            assert_close(top.probabilities[i], likeliest.values.detach(), **WITHIN)
             assert torch.equal(top.ids[i], likeliest.indices)
     size = first_inputs[3][0].square().mean(-1).sqrt()
-    close(inspection.read_size[3], size, **WITHIN)
+    assert_close(inspection.read_size[3], size, **WITHIN)
     shares = {}
     for read, source in inspection.pairs:
         v = sources[source][0]
         share = shares[read, source] = shares_of(model, sources, read, source)
         along, length = (share[0] * v).sum(-1), v.square().sum(-1)
-        close(inspection.mixing[read, source], along / length, **WITHIN)
+        assert_close(inspection.mixing[read, source], along / length, **WITHIN)
     check_removals(model, tokens, inspection, shares, nats(logits, tokens))
 
 
@@ -134,9 +134,9 @@ def check_removals(model, tokens, inspection, shares, loss):
         # Where less than a hundredth of a read remains, its norm enlarges rounding by as much.
         smallest = min((size for size in sizes if size), default=1)
         within = {"atol": 1e-5 * max(1, 0.01 / smallest), "rtol": 0}
-        close(inspection.removed.loss[source], nats(logits, tokens) - loss, **within)
+        assert_close(inspection.removed.loss[source], nats(logits, tokens) - loss, **within)
         likeliest = top_of(logits)
-        close(inspection.removed.top.probabilities[source], likeliest.values, **within)
+        assert_close(inspection.removed.top.probabilities[source], likeliest.values, **within)
         assert torch.equal(inspection.removed.top.ids[source], likeliest.indices)
     for place, (read, source) in enumerate(inspection.pairs):
 
@@ -145,7 +145,7 @@ def check_removals(model, tokens, inspection, shares, loss):
 
         logits = forward(model, tokens, without_at)[2]
         effect = inspection.removed_at
-        close(effect.loss[place], nats(logits, tokens) - loss, **WITHIN)
+        assert_close(effect.loss[place], nats(logits, tokens) - loss, **WITHIN)
         assert torch.equal(effect.top.ids[place, :, 0], logits[0].argmax(-1))
 
 
@@ -159,7 +159,7 @@ def test_a_prompt_in_place_of_a_run_has_sizes_over_tokens_and_channels():
     (record,) = run.depth
     for name, parts in (("read_norm", reads), ("output_norm", sources[1:])):
         sizes = [part.square().mean().sqrt() for part in parts]
-        close(torch.tensor(record[name]), torch.stack(sizes), **WITHIN)
+        assert_close(torch.tensor(record[name]), torch.stack(sizes), **WITHIN)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -179,7 +179,7 @@ def test_shares_of_all_sources_sum_to_the_read(spec):
     for i, read in enumerate(trace.reads):
         for stream, part in enumerate(inputs_of(read)):
             total = sum(shares.of(i, source, stream) for source in range(i + 1))
-            close(total, part[0], atol=1e-4, rtol=1e-4)
+            assert_close(total, part[0], atol=1e-4, rtol=1e-4)
     inspection = headwater.inspect(model, tokens, removals="none")
     assert (inspection.residual, len(inspection.mixing)) == (model.residual.spec, 5)
 
@@ -190,7 +190,7 @@ def test_heads_and_inputs_have_weights_of_their_own():
     assert list(inspection.parts) == ["head 1", "head 2", "head 3", "head 4"]
     for i, weights in enumerate(recorded(model, tokens).weights):
         for head, part in enumerate(inspection.parts.values()):
-            close(part[i, : i + 1], weights[:, 0, :, head], **WITHIN)
+            assert_close(part[i, : i + 1], weights[:, 0, :, head], **WITHIN)
     assert inspection.removed is inspection.removed_at is None
     inspection = headwater.inspect(*scattered("muddformer"), removals="sources")
     assert list(inspection.parts) == ["query", "key", "value"]
@@ -213,7 +213,7 @@ def test_experts_are_those_that_the_routers_chose():
         sublayer = model.sublayers[i]
         routes = sublayer.body.router(sublayer.norm(trace.reads[i][0]))
         weights, order = routes.weights.sort(-1, descending=True)
-        close(inspection.experts[i].probabilities, weights.detach(), **WITHIN)
+        assert_close(inspection.experts[i].probabilities, weights.detach(), **WITHIN)
         assert torch.equal(inspection.experts[i].ids, routes.experts.gather(-1, order))
     listed = json.loads(inspection.to_json())["experts"]["3"]["ids"]
     assert listed == inspection.experts[3].ids.tolist()
@@ -245,7 +245,7 @@ def test_as_json_everything_is_there_in_plain_numbers():
     for name in ("mixing", "loss", "read_size", "source_size"):
         expected[name] = getattr(inspection, name)
     for name, values in expected.items():
-        close(torch.tensor(data[name]), values, atol=1e-6, rtol=1e-6)
+        assert_close(torch.tensor(data[name]), values, atol=1e-6, rtol=1e-6)
     assert data["reads"]["ids"] == inspection.reads.ids.tolist()
     assert set(data["parts"]) == {"head 1", "head 2"}
     # It prints as one line.
@@ -303,8 +303,8 @@ def test_numbers_travel_in_as_few_bytes_as_keep_them(values, size):
     assert packed["bytes"] == size
     for number, value in enumerate(values):
         integer = int.from_bytes(data[number * size : (number + 1) * size], "little")
-        shown = packed["low"] + packed["step"] * integer
-        assert abs(shown - value) <= (ERROR if isinstance(value, float) else 0)
+        restored = packed["low"] + packed["step"] * integer
+        assert abs(restored - value) <= (ERROR if isinstance(value, float) else 0)
 
 
 def test_pairs_are_left_out_where_they_would_take_long():
@@ -342,19 +342,19 @@ def test_the_command_writes_one_page_of_one_model_or_of_two(tmp_path, capsys):
 
 def test_the_command_says_what_is_wrong(tmp_path, capsys):
     one = saved(tmp_path / "one")
-    mine = tmp_path / "mine.txt"
-    mine.write_text("my notes")
+    notes = tmp_path / "mine.txt"
+    notes.write_text("my notes")
     for words, message in (
         ([one, one, one], "one model or two"),
         ([one, "--top", "0"], "--top must be at least 1"),
         ([one, "--prompt", "def f(", "--serve", "--port", "99999"], "port 99999"),
         ([tmp_path / "none"], "no checkpoint in"),
-        ([one, "--prompt", "def f(", "--out", mine], "is no web page"),
+        ([one, "--prompt", "def f(", "--out", notes], "is no web page"),
         ([one, "--device", "cuda:99"], "--device must be"),
     ):
         assert main(["inspect", *map(str, words)]) == 1
         assert message in capsys.readouterr().err
-    assert mine.read_text() == "my notes"
+    assert notes.read_text() == "my notes"
 
 
 def test_the_command_serves_until_it_is_stopped(tmp_path, capsys, monkeypatch):

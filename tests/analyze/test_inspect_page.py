@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tinymodels import model_of, tokens_of
+from torch.testing import assert_close
 
 import headwater
 from headwater.analyze.inspector import Inspection, Removal, Top
@@ -135,9 +136,9 @@ def test_the_pages_numbers_are_the_inspections(visit, tmp_path, spec):
         "removedAt.top.p": inspection.removed_at.top.probabilities,
     }
     for name, values in expected.items():
-        shown = torch.tensor(page.evaluate(f"[...models[0].{name}]"), dtype=torch.float64)
+        on_page = torch.tensor(page.evaluate(f"[...models[0].{name}]"), dtype=torch.float64)
         values = values.double().flatten()
-        torch.testing.assert_close(shown, values, atol=1e-5, rtol=0)
+        assert_close(on_page, values, atol=1e-5, rtol=0)
     texts = page.evaluate("[...models[0].removedAt.top.ids].map((place) => data.texts[place])")
     assert texts == texts_of(inspection, inspection.removed_at.top.ids)
     assert page.locator("#grid .caption", has_text="matrices").count() == (spec == "ddl")
@@ -215,12 +216,12 @@ def test_weight_times_size_is_what_a_source_brings(visit, tmp_path, spec):
     brought = inspection.mixing * inspection.source_size
     page.get_by_label("weight × size", exact=True).check()
     assert "weight × size of the source" in page.locator("#scale").text_content()
-    shown = "() => Array.from({ length: models[0].depth + 1 }, (_, read) => cellsOf(models[0], read)).flat()"
+    on_page = "() => Array.from({ length: models[0].depth + 1 }, (_, read) => cellsOf(models[0], read)).flat()"
     rows, columns = map(list, zip(*inspection.pairs))
     for expected in (brought[..., 2], brought.mean(-1)):
-        cells = torch.tensor(page.evaluate(shown), dtype=torch.float64)
+        cells = torch.tensor(page.evaluate(on_page), dtype=torch.float64)
         expected = expected[rows, columns].double()
-        torch.testing.assert_close(cells, expected, atol=2e-5, rtol=1e-4)
+        assert_close(cells, expected, atol=2e-5, rtol=1e-4)
         points = page.evaluate("pointsOf(models[0]).map(({ x }) => x)")
         # The first read has one source
         assert points == cells[1:].abs().tolist()
@@ -302,9 +303,9 @@ def test_a_phone_shows_all_of_it_without_scrolling_sideways(visit, inspection, t
     page.touchscreen.tap(*cell(page, 2, 1))
     assert "read=2&source=1" in page.url
     assert page.locator(".odds .percent").count() == 20
-    shown = page.evaluate("[0.0004, 0.0009, 0.0012, 0.994, 1].map(percent)")
-    assert shown == ["<0.1 %", "<0.1 %", "0.12 %", "99.4 %", "100 %"]
-    heights = [page.evaluate(FILL, words) for words in ("1 %", *shown)]
+    on_page = page.evaluate("[0.0004, 0.0009, 0.0012, 0.994, 1].map(percent)")
+    assert on_page == ["<0.1 %", "<0.1 %", "0.12 %", "99.4 %", "100 %"]
+    heights = [page.evaluate(FILL, words) for words in ("1 %", *on_page)]
     assert heights == heights[:1] * 6  # each in one line
 
 
@@ -325,11 +326,13 @@ def test_tokens_and_names_are_never_markup(visit, tmp_path):
     inspection = look(tokens=tokens, name="</title><script>alert(2)</script>" + "n" * 10_000)
     page = visit(inspection.save(tmp_path / "page.html", look(tokens=tokens, name="=1+1")))
     assert page.evaluate("document.documentElement.scrollWidth") <= 1280
-    shown = page.locator("#tokens button").all_inner_texts()[1:]
-    assert shown[0].startswith("</script>")
-    assert shown[2].startswith("\\u202eright")  # what would turn the text around it is spelled out
-    assert len(shown[3]) == 41
-    assert shown[4] == "\\u0000\\u001b[31m"
+    on_page = page.locator("#tokens button").all_inner_texts()[1:]
+    assert on_page[0].startswith("</script>")
+    assert on_page[2].startswith(
+        "\\u202eright"
+    )  # what would turn the text around it is spelled out
+    assert len(on_page[3]) == 41
+    assert on_page[4] == "\\u0000\\u001b[31m"
     assert page.locator("img").count() == 0
     assert "'=1+1" in table(page, "grid")[-1].values()  # no spreadsheet runs it
 
@@ -444,12 +447,12 @@ def test_128_tokens_and_24_layers_stay_under_3_mb(visit, tmp_path):
     heads = replace(large, parts={f"head {i + 1}": large.mixing for i in range(3)})
     file = heads.save(tmp_path / "heads.html")
     assert file.stat().st_size < 3_000_000
-    shown = visit(file)
-    assert "averages over tokens" in words_of(shown, ".notes")
-    shown.get_by_label("effects").check()
-    shown.get_by_label("3", exact=True).check()
+    on_page = visit(file)
+    assert "averages over tokens" in words_of(on_page, ".notes")
+    on_page.get_by_label("effects").check()
+    on_page.get_by_label("3", exact=True).check()
     average = large.mixing[48, 0].mean()
-    assert shown.evaluate("weightsOf(models[0], 48)[0]") == near(average, 1e-5)
+    assert on_page.evaluate("weightsOf(models[0], 48)[0]") == near(average, 1e-5)
 
 
 @pytest.mark.parametrize("factor", [0.99, 1.0, 1.01])

@@ -118,12 +118,12 @@ def test_a_port_that_is_taken_is_named(server):
 
 
 def test_a_page_that_is_closed_while_the_model_runs_is_no_error(server, monkeypatch, capfd):
-    asked, gone, ended = threading.Event(), threading.Event(), threading.Event()
+    request_arrived, client_left, ended = threading.Event(), threading.Event(), threading.Event()
     look, shutdown = server.look, server.shutdown_request
 
     def slow(prompt):
-        asked.set()
-        gone.wait(30)
+        request_arrived.set()
+        client_left.wait(30)
         return look(prompt)
 
     def shut(request):
@@ -137,10 +137,10 @@ def test_a_page_that_is_closed_while_the_model_runs_is_no_error(server, monkeypa
     with socket.create_connection(("127.0.0.1", server.server_port)) as client:
         head = f"POST /{server.token}/inspect HTTP/1.1\r\nHost: {address}\r\n"
         client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-        assert asked.wait(30)
+        assert request_arrived.wait(30)
         # Closing resets
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    gone.set()
+    client_left.set()
     assert ended.wait(30)
     assert capfd.readouterr().err == ""
 

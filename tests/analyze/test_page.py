@@ -180,8 +180,8 @@ def test_every_control_changes_what_is_drawn(visit, comparison, written):
     assert count(page, "#maps canvas", "#maps .panel") == [2, 2]
     share = average(comparison, "depth", 2, "mixing", 12, 0)
     words = press(page, "#maps .panel:nth-child(2) svg", "ArrowDown")  # the final read's embedding
-    shown = re.search(r"attnres-full\s+(\S+)", words).group(1).replace("−", "-")
-    assert float(shown) == pytest.approx(share - 1 / 13, rel=0.02, abs=3e-4)
+    displayed = re.search(r"attnres-full\s+(\S+)", words).group(1).replace("−", "-")
+    assert float(displayed) == pytest.approx(share - 1 / 13, rel=0.02, abs=3e-4)
     assert "share minus the baseline's" in page.locator("#scale").text_content()
 
 
@@ -262,14 +262,14 @@ def test_numbers_and_pictures_are_downloaded_as_they_are_drawn(visit, comparison
         ".loss .legend .key", "all => all.map((key) => getComputedStyle(key).color)"
     )
     for figure, charts in (("eval", 1), ("maps", 3)):
-        drawn = download(page, figure, "SVG").decode()
-        assert drawn.startswith("<svg")
+        picture = download(page, figure, "SVG").decode()
+        assert picture.startswith("<svg")
         # Maps are images, and their colour scale goes with them.
-        assert drawn.count("<svg") == 1 + charts + (figure == "maps")
-        assert drawn.count("<image") == (charts if figure == "maps" else 0)
-        assert "class=" not in drawn  # no style sheet goes with it, but every look that it gave
-        assert all(f">{residual}<" in drawn for residual in RESIDUALS)
-        assert all(f'="{colour}"' in drawn for colour in colours)
+        assert picture.count("<svg") == 1 + charts + (figure == "maps")
+        assert picture.count("<image") == (charts if figure == "maps" else 0)
+        assert "class=" not in picture  # no style sheet goes with it, but every look that it gave
+        assert all(f">{residual}<" in picture for residual in RESIDUALS)
+        assert all(f'="{colour}"' in picture for colour in colours)
         image = download(page, figure, "PNG")
         assert image.startswith(b"\x89PNG")
         (box,) = boxes(page, f"#{figure}")
@@ -294,8 +294,8 @@ def test_one_evaluation_is_drawn_as_dots_and_a_point_between_gaps_too(visit, tmp
     for run in (folder / "runs").iterdir():
         change_rows(run, only_the_last)
     page = visit(write_report([folder]))
-    drawn = ("#eval circle.seed", "#difference circle.seed", "#eval path.mean")
-    assert count(page, *drawn) == [6, 3, 2]
+    picture = ("#eval circle.seed", "#difference circle.seed", "#eval path.mean")
+    assert count(page, *picture) == [6, 3, 2]
     finals = last(folder, "eval", 1, "loss")
     label = page.locator("#eval svg").get_attribute("aria-label")
     assert f"attnres-full ends at {fmean(finals):.4f}" in label
@@ -379,8 +379,8 @@ def test_nineteen_residuals_have_looks_names_and_light_of_their_own(visit, tmp_p
         ".loss .legend .key": "getComputedStyle(p).color + getComputedStyle(p).backgroundImage",
     }
     for selector, look in looks.items():
-        shown = page.eval_on_selector_all(selector, f"all => all.map((p) => {look})")
-        assert len(shown) == len(set(shown)) == len(arms)
+        displayed = page.eval_on_selector_all(selector, f"all => all.map((p) => {look})")
+        assert len(displayed) == len(set(displayed)) == len(arms)
     for span in ("whole run", "last tenth"):
         page.get_by_label(span).check()
         endings = sorted(boxes(page, "#eval text.ending"), key=lambda box: box["y"])

@@ -26,13 +26,16 @@ def heights_of_names(svg):
     return sorted(float(name.get("y")) for name in names)
 
 
+def flat(name, y=1.0, **spans):
+    return Line(name, "plain", {1: [y], 2: [y]}, **spans)
+
+
 def spanned(name, y=1.0):
-    return Line(name, "plain", {1: [y], 2: [y]}, spans={1: (0, 3)})
+    return flat(name, y, spans={1: (0, 3)})
 
 
 def test_intervals_at_one_place_stand_side_by_side():
-    bare = Line("c", "plain", {1: [3.0], 2: [3.0]})
-    groups = groups_of(drawn([spanned("a"), spanned("b", 2.0), bare]))
+    groups = groups_of(drawn([spanned("a"), spanned("b", 2.0), flat("c", 3.0)]))
     places = {}
     for name, group in groups.items():
         x = places[name] = float(group.find(f"{SVG}circle").get("cx"))
@@ -44,18 +47,21 @@ def test_intervals_at_one_place_stand_side_by_side():
     # Many of them stay within the axis.
     crowd = drawn([spanned(name) for name in "abcdefgh"])
     axis = next(crowd.iter(f"{SVG}line"))
+    first, last = float(axis.get("x1")), float(axis.get("x2"))
     xs = [float(dot.get("cx")) for dot in crowd.iter(f"{SVG}circle")]
-    assert float(axis.get("x1")) < min(xs) < max(xs) < float(axis.get("x2"))
+    assert first < min(xs) < max(xs) < last
 
 
 def test_names_beside_lines_neither_overlap_nor_leave_the_picture():
     points = {f"arm {n}": {1: [1.0], 2: [1.0 + n / 1000]} for n in range(6)}
-    svg = drawn(lines_of(points | {"attnres-full": {1: [9.0], 2: [9.0]}}))
+    points["attnres-full"] = {1: [9.0], 2: [9.0]}
+    svg = drawn(lines_of(points))
     heights = heights_of_names(svg)
     assert all(after - before >= 12.9 for before, after in itertools.pairwise(heights))
-    end = groups_of(svg)["Full"].find(f"{SVG}polyline").get("points").split(",")[-1]
-    assert heights[0] == pytest.approx(float(end) + 4), "beside its line"
+    path = groups_of(svg)["Full"].find(f"{SVG}polyline").get("points")
+    end = float(path.rpartition(",")[2])
+    assert heights[0] == pytest.approx(end + 4), "beside its line"
     assert heights[-1] <= FLOOR, "above the numbers across"
-    crowd = lines_of({f"arm {n}": {1: [1.0], 2: [1.0]} for n in range(19)})
-    heights = heights_of_names(drawn(crowd))
+    crowd = drawn([flat(f"arm {n}") for n in range(19)])
+    heights = heights_of_names(crowd)
     assert TOP <= min(heights) < max(heights) < HIGH

@@ -350,11 +350,11 @@ def test_where_the_numbers_come_from_is_said(tmp_path, monkeypatch):
 
 
 def test_the_command_that_makes_a_page_again_imports_what_its_residuals_are_in(tmp_path):
-    mine = "leaky@my.residuals:start=0.5"
-    folder = two(tmp_path / "c", mine)
+    plugged_in = "leaky@my.residuals:start=0.5"
+    folder = two(tmp_path / "c", plugged_in)
     rewrite(folder / "compare.json", residuals=["standard", "leaky:start=0.5"])
     assert "leaky:start=0.5 --seeds 0 1 --out c-again --plugin my.residuals " in read(folder)
-    make_run(tmp_path / "study" / "runs" / "one", mine, **SMALL)
+    make_run(tmp_path / "study" / "runs" / "one", plugged_in, **SMALL)
     command = "headwater study RECIPE --out study-again --plugin my.residuals "
     assert command in read(tmp_path / "study")
     # A command is not put together from what is no module.
@@ -512,13 +512,13 @@ def test_a_row_speaks_of_its_longest_run_and_unequal_tokens_are_said(tmp_path):
     assert (base.tokens(), other.tokens()) == (10 * 4096, 999_000)
     assert "not a fair comparison" in read(folder)
     # Differences are drawn seed by seed.
-    drawn = curves(other, "difference")
-    assert len(drawn) == 2
-    for position, points in drawn.items():
+    data = curves(other, "difference")
+    assert len(data) == 2
+    for position, points in data.items():
         run = other.runs[position]
         (rival,) = (plain for plain in base.runs if plain.seed == run.seed)
         pairs = zip(run.evals, rival.evals, strict=True)
-        expected = [ours["loss"] - plain["loss"] for ours, plain in pairs]
+        expected = [row["loss"] - plain["loss"] for row, plain in pairs]
         assert [value for _, _, value in points] == pytest.approx(expected)
 
 
@@ -551,9 +551,9 @@ def test_large_comparison_stays_small_and_says_it_is_thinned(tmp_path):
     size = {"layers": 24, "steps": 2000, "records": 25}
     page = write_report([make_comparison(tmp_path / "c", RESIDUALS, [0, 1, 2], **size)])
     assert page.stat().st_size < 2_000_000
-    drawn = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text()).group(1))
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text()).group(1))
     lengths = []
-    for group in drawn["groups"]:
+    for group in data["groups"]:
         lengths += [len(run["y"]) for run in group["curves"]["train"]["runs"]]
-    assert max(lengths) == drawn["points"] < 2000
-    assert len(drawn["groups"][0]["depth"]["frames"]) < 25
+    assert max(lengths) == data["points"] < 2000
+    assert len(data["groups"][0]["depth"]["frames"]) < 25

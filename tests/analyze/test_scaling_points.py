@@ -43,7 +43,8 @@ def sweep(residual, per_token, losses):
     """Runs of one size, from the losses of its seeds by learning rate."""
     runs = []
     for lr, values in losses.items():
-        runs += [recorded(residual, per_token, 1000, y, s, lr) for s, y in enumerate(values)]
+        for seed, bits in enumerate(values):
+            runs.append(recorded(residual, per_token, 1000, bits, seed, lr))
     return runs
 
 
@@ -56,8 +57,10 @@ def test_points_are_operations_times_tokens():
         recorded("b", 20, 1000, 4.0, lr=3e-3),
     ]
     a = {10_000: {0: 1.0, 1: 3.0}, 20_000: {0: 2.0}}
-    assert points_of([*runs, unfinished(runs[0])]) == {"a": a, "b": {20_000: {0: 4.0}}}
-    assert points_of(runs[:1], "loss") == {"a": {10_000: {0: 9.0}}}
+    b = {20_000: {0: 4.0}}
+    assert points_of([*runs, unfinished(runs[0])]) == {"a": a, "b": b}
+    (losses,) = points_of(runs[:1], "loss")["a"].values()
+    assert losses == {0: 9.0}
     words = "a-2.0 and a-5.0 are both a at .* with seed 0: .* they differ in optim.lr. There are a "
     words += "with 0.001 and 0.002, b with 0.003: choose one"
     with pytest.raises(UserError, match=words):
@@ -91,7 +94,8 @@ def test_the_best_rates_are_told_with_their_seeds_and_whether_one_beyond_was_tri
     """A rate may be the best by one lucky seed, or because the next was not tried."""
     runs = sweep("a", 10, {0.001: (2.0, 2.1), 0.002: (1.9,), 0.004: (2.4, 2.4)})
     runs += sweep("a", 20, {0.001: (1.8,), 0.002: (1.7,)})
-    runs += sweep("b", 10, {0.001: (2.3,)}) + sweep("b", 20, {0.001: (1.9,), 0.002: (2.2,)})
+    runs += sweep("b", 10, {0.001: (2.3,)})
+    runs += sweep("b", 20, {0.001: (1.9,), 0.002: (2.2,)})
     assert rates_by_budget(runs, operations).splitlines() == [
         "  a 0.002 at 1e+04 (1 of 2 seeds), 0.002 at 2e+04 (1 seed; the largest that was tried)",
         "  b 0.001 at 1e+04 (1 seed; no other was tried), "
@@ -105,11 +109,15 @@ def test_the_best_rates_are_told_with_their_seeds_and_whether_one_beyond_was_tri
 
 def test_runs_on_different_text_are_not_fitted_together():
     """The name of a text does not count if its hash is known."""
-    first, same, changed, alone = (recorded("a", 10, 1000 * n, 1.0 / n) for n in (1, 2, 3, 4))
-    texts = {"in/x": "1" * 64, "y": "1" * 64, "x": "2" * 64, "/of/x": None}
-    for run, (source, digest) in zip((first, same, changed, alone), texts.items()):
-        run.config["data"] = {"source": [source]}
+
+    def run_on(text, digest, n):
+        run = recorded("a", 10, 1000 * n, 1.0 / n)
+        run.config["data"] = {"source": [text]}
         run.corpus["source_hash"] = digest
+        return run
+
+    first, same = run_on("in/x", "1" * 64, 1), run_on("y", "1" * 64, 2)
+    changed, alone = run_on("x", "2" * 64, 3), run_on("/of/x", None, 4)
     assert len(points_of([first, same])["a"]) == 2
     assert len(points_of([first, alone])["a"]) == 2
     words = r"a-1.0 \(x, 1{12}\) and a-0.33.* \(x, 2{12}\) have seen different text"
@@ -122,10 +130,12 @@ def test_runs_on_different_text_are_not_fitted_together():
 
 def test_runs_evaluated_on_different_windows_are_not_fitted_together():
     """The windows of a longer context are others anyway."""
-    runs = [recorded("a", 10, 1000 * n, 1.0 / n) for n in (1, 2, 4)]
-    for run, context, windows in zip(runs, (64, 128, 64), (8, 4, 4)):
+    runs = []
+    for n, context, windows in ((1, 64, 8), (2, 128, 4), (4, 64, 4)):
+        run = recorded("a", 10, 1000 * n, 1.0 / n)
         run.config["model"]["context"] = context
         run.config["train"]["eval_windows"] = windows
+        runs.append(run)
     assert len(points_of(runs[:2])["a"]) == 2
     with pytest.raises(UserError, match=r"a-1.0 ends with its loss on 8 .* and a-0.25 on 4"):
         points_of(runs)
@@ -144,13 +154,13 @@ def test_settings_that_come_with_a_residual_are_named():
             if (size, seed) == (10, 1):
                 plain.config["train"]["init_from"] = fair.config["train"]["init_from"] = "x"
             runs += [plain, fair]
-    alike = {"standard": (), "a": ()}
-    assert confounders_of(runs, "standard") == alike
+    fair_only = {"standard": (), "a": ()}
+    assert confounders_of(runs, "standard") == fair_only
     size_by_itself = recorded("a", 40, 1000, 0.9, lr=1.0)
-    assert confounders_of([*runs, size_by_itself], "standard") == alike
+    assert confounders_of([*runs, size_by_itself], "standard") == fair_only
     unfair = recorded("b", 20, 1000, 0.9)
-    assert confounders_of([*runs, unfair], "standard") == {**alike, "b": ("optim.lr",)}
-    assert confounders_of([*runs, unfinished(unfair)], "standard") == alike
+    assert confounders_of([*runs, unfair], "standard") == {**fair_only, "b": ("optim.lr",)}
+    assert confounders_of([*runs, unfinished(unfair)], "standard") == fair_only
 
 
 def write_runs(folder, name, curve=TRUE, lr=1e-3, **optim):
@@ -177,7 +187,8 @@ def test_from_folders_come_the_settings_that_share_in_what_each_residual_saves(t
     ):
         scalings = scaling_of([tmp_path], lr=lr)
         assert {scaling.residual: scaling.confounders for scaling in scalings} == expected
-        assert main(["scaling", str(tmp_path), *(["--lr", lr] if lr else [])]) == 0
+        flags = ["--lr", lr] if lr else []
+        assert main(["scaling", str(tmp_path), *flags]) == 0
         output = capsys.readouterr().out
         assert f"explain a part of it too: {words}\n" in output
         assert "Counted" not in output

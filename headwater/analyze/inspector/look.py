@@ -136,6 +136,7 @@ def _checked(tokens: Tensor | Sequence[int], model: nn.Module) -> Tensor:
             f"the prompt must have two tokens at least, since the page shows how well each foretells the next; "
             f"got {rows.shape[1]}"
         )
+    # transformers has another name for the context.
     config: Any = model.config
     context = getattr(config, "context", None) or getattr(config, "max_position_embeddings", None)
     if context is not None and rows.shape[1] > context:
@@ -175,6 +176,7 @@ def _first_inputs(parts: Sequence[Any]) -> list[Tensor]:
 
 def _parts(residual: Residual, trace: Trace, shares: Shares) -> dict[str, Tensor]:
     """The mixing of each input, or of each head, where there are several."""
+    # Query, key and value, or the heads of a read; one input of one head is shown as it is.
     if shares.inputs > 1:
         return {name: shares.weights(stream).cpu() for stream, name in enumerate(STREAMS)}
     heads = max(weights.shape[-1] for weights in trace.weights)

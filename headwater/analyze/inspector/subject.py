@@ -76,6 +76,7 @@ class Subject:
 
     def _check_head(self, again: Tensor, logits: Tensor) -> None:
         """Compare logits computed apart from the model, which may do more than is known here."""
+        # In half precision logits differ by rounding alone.
         exact = next(self.model.parameters()).dtype == torch.float32
         tolerance = 1e-3 if exact else 1e-2
         difference = "have another shape"
@@ -93,6 +94,7 @@ class Subject:
 
 def _outermost_residuals(model: nn.Module) -> list[Residual]:
     """The residuals of a model, without those that another one is made of."""
+    # hyper-attnres, for one, has two residuals inside.
     residuals = [module for module in model.modules() if isinstance(module, Residual)]
     parts: set[nn.Module] = set()
     for residual in residuals:
@@ -173,6 +175,7 @@ def _routed(model: nn.Module, pass_: _Pass) -> Iterator[dict[int, Top]]:
         if chosen is not None:
             keep(*chosen)
 
+    # Ours first; where there are none, the model may be of transformers.
     handles = []
     for module in model.modules():
         if isinstance(module, Router):
