@@ -18,6 +18,7 @@ from kernel_cases import (
     needs_gpu,
     with_gradients,
 )
+from torch.testing import assert_close
 
 from headwater.ops.banks import mix_bank, project_source
 
@@ -122,7 +123,8 @@ def test_what_is_left_unused_has_no_part_in_the_gradient(used, device):
         *bank, weights = leaves = leaves_of(inputs[:4], dtype)
         sums, again = mix_bank(bank, weights, backend=backend)
         outputs = (*sums, again[1])
-        return with_gradients([outputs[k] for k in used], leaves, [seeds[k] for k in used])
+        outputs, along = zip(*((outputs[k], seeds[k]) for k in used))
+        return with_gradients(outputs, leaves, along)
 
     values, truth = results("triton", torch.float32), results("reference", torch.float64)
     assert all(error(*pair) < 1e-5 for pair in zip(values, truth, strict=True))
@@ -140,17 +142,18 @@ def test_two_tensors_may_share_one_gradient(compiled):
         copies = [leaf * 1.0 for leaf in leaves]
         (x,), (a, b) = mix_bank(copies, first, backend=backend)
         (y,), again = mix_bank([a + b, x], second, backend=backend)
-        return (y.square() + x.square() + again[0] * y).sum()
+        squares = y.square() + x.square()
+        return (squares + again[0] * y).sum()
 
-    ours = torch.compile(loss, options=INDUCTOR | UNFUSED) if compiled else loss
-    values = torch.autograd.grad(ours(), leaves)
+    function = torch.compile(loss, options=INDUCTOR | UNFUSED) if compiled else loss
+    values = torch.autograd.grad(function(), leaves)
     assert_all_close(values, torch.autograd.grad(loss("reference"), leaves))
 
 
 def test_a_gradient_that_somebody_else_has_stays_as_it_is():
     """Another term of a sum, a read of another bank, a caller of autograd.grad who goes on."""
     torch.manual_seed(0)
-    leaves = [torch.randn(2, 16, device=HERE, requires_grad=True) for _ in range(3)]
+    leaves = leaves_of(torch.randn(3, 2, 16, device=HERE))
     weights = torch.tensor([[0.7]], device=HERE)
 
     def read(x, backend):
@@ -162,7 +165,8 @@ def test_a_gradient_that_somebody_else_has_stays_as_it_is():
         x, a = read(leaves[0], backend)
         y, b = read(leaves[1], backend)
         z, _ = read(a + b + leaves[2], backend)
-        of_sum = torch.autograd.grad((x + y * y + z * z).sum(), [a, *leaves])
+        squares = y * y + z * z
+        of_sum = torch.autograd.grad((x + squares).sum(), [a, *leaves])
         # A pass in two halves, with autograd.grad between.
         _, a = read(leaves[0], backend)
         (half,) = leaves_of([a])
@@ -185,7 +189,8 @@ def test_without_gradients_the_same_kernels_run():
 
 def test_second_derivatives_are_refused():
     x = torch.randn(2, 16, device=HERE, requires_grad=True)
-    (h,), _ = mix_bank([x], torch.ones(1, 1, device=HERE), backend="triton")
+    one = torch.ones(1, 1, device=HERE)
+    (h,), _ = mix_bank([x], one, backend="triton")
     assert_first_order(h, x)
 
 
@@ -194,12 +199,13 @@ def test_what_the_kernels_cannot_take_goes_to_the_reference_or_is_refused():
     weights = torch.randn(2, 3, 2)
     sums, again = mix_bank(bank, weights)
     stack = torch.stack([x.float() for x in bank], 1)
-    torch.testing.assert_close(torch.stack(sums, 1), weights @ stack)
+    assert_close(torch.stack(sums, 1), weights @ stack)
     assert all(a is b for a, b in zip(again, bank, strict=True))
     with pytest.raises(ValueError, match="tensors differ"):
         mix_bank(bank, weights, backend="triton")
-    few, wide = (weights[0, 0], weights[..., :1], weights[:1]), weights.unsqueeze(0)
-    for tensor in (*few, wide, weights.to("meta")):
+    wrong = [weights[0, 0], weights[..., :1], weights[:1]]
+    wrong += [weights.unsqueeze(0), weights.to("meta")]
+    for tensor in wrong:
         with pytest.raises(ValueError, match="weights of 2 tensors"):
             mix_bank(bank, tensor)
 

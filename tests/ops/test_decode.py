@@ -3,6 +3,7 @@
 import pytest
 import torch
 from kernel_cases import DEVICES, error
+from torch.testing import assert_close
 
 from headwater.ops.decode import (
     Merge,
@@ -68,10 +69,10 @@ def test_a_sum_that_nearly_vanishes_is_normed_by_what_is_left(batch, added, devi
     """|out|^2 + 2 <out, x> + |x|^2 would have no digits left, or be negative: NaN behind a root."""
     x = numbers(batch, 72, device=device, scale=100.0)
     weight = numbers(40, 72, device=device)
-    left = 0.02 * numbers(batch, 72, device=device, seed=5)
+    remainder = 0.02 * numbers(batch, 72, device=device, seed=5)
     zeros = torch.zeros(72, device=device)
     # x and out have half of the weight each.
-    merge = Merge(left - x, torch.zeros(batch, device=device), zeros, 1e-6)
+    merge = Merge(remainder - x, torch.zeros(batch, device=device), zeros, 1e-6)
     options = {"norm": Norm(zeros + 1, 1e-6), "merge": merge}
     if added:
         options["add"] = torch.zeros(batch, 40, device=device)
@@ -99,10 +100,10 @@ def check_projection(form, way, batch, device):
     expected = project(x, weights, **options, backend="reference")
     out = torch.full_like(expected, torch.nan)
     y = project(x, weights, **options, out=out, backend="triton")
-    torch.testing.assert_close(y, expected, **CLOSE)
+    assert_close(y, expected, **CLOSE)
     if added:  # in place
         y = project(x, weights, **options, out=add, backend="triton")
-        torch.testing.assert_close(y, expected)
+        assert_close(y, expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -140,7 +141,7 @@ def test_attention_is_its_reference(form, room, device, monkeypatch):
         for _ in range(2):  # the second call meets the counters that the first one left
             y = attend(q, k, v, keys, values, lengths, **options, backend=backend)
         results.append((y, keys, values))
-    torch.testing.assert_close(results[1], results[0], **CLOSE)
+    assert_close(results[1], results[0], **CLOSE)
     assert not torch.equal(results[1][1], old_keys)  # the new token's keys are there
 
 
@@ -168,7 +169,7 @@ def test_a_span_opens_as_its_reference(count, many, device, monkeypatch):
         lses = torch.zeros(4, 4, device=device)[:, :3]
         open_span(sources, folded, 1e-6, outs, lses, backend=backend)
         results.append((outs, lses))
-    torch.testing.assert_close(results[0], results[1], **CLOSE)
+    assert_close(results[0], results[1], **CLOSE)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -215,7 +216,7 @@ def test_exponentials_are_their_reference(count, device):
         step = torch.tensor([number], device=device)
         expected = exponentials(seeds, step, count, backend="reference")
         noise = exponentials(seeds, step, count, backend="triton")
-        torch.testing.assert_close(noise, expected, atol=0.0, rtol=1e-6)
+        assert_close(noise, expected, atol=0.0, rtol=1e-6)
         assert (expected > 0).all()
         if count > 3000:
             assert expected.mean().item() == pytest.approx(1, abs=0.05)

@@ -15,6 +15,7 @@ from kernel_cases import (
     saved_for_backward,
     with_gradients,
 )
+from torch.testing import assert_close
 
 from headwater.ops.streams import gate_streams
 
@@ -105,13 +106,14 @@ def test_what_is_left_unused_has_no_part_in_the_gradient(used):
 def test_parameters_in_bf16_have_gradients_in_bf16():
     """A model that is cast whole has such parameters; z is in fp32 then too."""
     (z, *parameters), seeds = draw(2, 40)
-    leaves = leaves_of([z.view(8, 5, -1)]) + leaves_of(parameters, torch.bfloat16)
-    seeds = [seed.view(8, 5, *seed.shape[1:]) for seed in seeds]
+    leaves = leaves_of(parameters, torch.bfloat16)
+    leaves = [*leaves_of([z.view(8, 5, -1)]), *leaves]
+    seeds = [seed.unflatten(0, (8, 5)) for seed in seeds]
     results = []
     for backend in ("triton", "reference"):
         outputs = gate_streams(*leaves, 4, backend=backend)
         results.append(with_gradients(outputs, leaves, seeds))
-    torch.testing.assert_close(*results)
+    assert_close(*results)
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])

@@ -30,6 +30,7 @@ from kernel_cases import (
     worst,
 )
 from torch import nn
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton", reason="the kernels need triton")
@@ -87,9 +88,10 @@ def rms_normed(x):
 def test_a_small_sum_with_nearly_all_of_the_weight_is_not_rounded_like_what_it_replaces(ops, keep):
     """It is ten thousand times smaller than phase 1's output; the norm behind makes both alike."""
     torch.manual_seed(0)
-    y, out, query = 1e-4 * torch.randn(4, 40), torch.randn(4, 40), torch.randn(40)
+    y, out, seed = torch.randn(3, 4, 40)
+    y, query = 1e-4 * y, torch.randn(40)
     lse = rms_normed(y) @ query - torch.tensor([18.0, 15.0, 12.0, 8.0])
-    arguments = (y, out, lse, query), (0, 1), torch.randn(4, 40)
+    arguments = (y, out, lse, query), (0, 1), seed
     options = {"weight": torch.ones(40), "eps": 1e-12, "norm_eps": 1e-12}
     truth = merged(two_phase, *arguments, torch.float64, **options)
     actual = merged(ops, *arguments, torch.float32, keep=keep, **options)
@@ -103,12 +105,13 @@ def test_where_a_sum_has_nearly_all_of_the_weight_its_logit_s_gradient_keeps_its
 ):
     """b (1 - b) <dh, P - out>: if b rounds to one, 1 - b is zero, and <dh, P> nearly <dh, h>."""
     torch.manual_seed(0)
-    y, out, query = torch.randn(4, 40), torch.randn(4, 40), torch.randn(40)
+    y, out, seed = torch.randn(3, 4, 40)
+    query = torch.randn(40)
     lse = rms_normed(y) @ query - torch.tensor([8.0, 12.0, 16.0, 20.0])
-    arguments = (y, out, lse, query), (2,), torch.randn(4, 40)
+    arguments = (y, out, lse, query), (2,), seed
     _, expected = merged(two_phase, *arguments, torch.float64, weight)
     _, gradient = merged(ops, *arguments, torch.float32, weight)
-    torch.testing.assert_close(gradient.double(), expected, rtol=2e-5, atol=0)
+    assert_close(gradient.double(), expected, rtol=2e-5, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -124,9 +127,10 @@ def first_phases(sources, queries, keys, seeds):
         yield with_gradients([torch.stack(outs), torch.stack(lses)], leaves, seeds)
 
 
-@pytest.mark.parametrize(
-    "seed", [torch.randn(2, 24, 2).movedim(-1, 0), torch.tensor(0.7).expand(2, 2, 24)]
-)
+PERMUTED = torch.randn(2, 24, 2).movedim(-1, 0)
+
+
+@pytest.mark.parametrize("seed", [PERMUTED, torch.tensor(0.7).expand(2, 2, 24)])
 def test_gradients_may_lie_in_memory_as_they_like(seed):
     """Permuted, and one number for all."""
     sources, queries, keys, _ = draw(3, 24, 2, torch.float32, "cpu")
@@ -144,7 +148,7 @@ def test_queries_and_weights_may_be_columns_and_must_be_vectors():
     expected = depth_attention(sources, *vectors[:2], norm_weight=norm, backend="reference")
     query, key, weight = vectors.T.contiguous().unbind(1)
     read = depth_attention(sources, query, key, norm_weight=weight, backend="triton")
-    torch.testing.assert_close(read, expected, atol=1e-6, rtol=1e-5)
+    assert_close(read, expected, atol=1e-6, rtol=1e-5)
     with pytest.raises(ValueError, match="one query for all tokens"):
         depth_attention(sources, torch.randn(2, 24), backend="triton")
     with pytest.raises(ValueError, match="query must be"):
@@ -237,8 +241,8 @@ def test_a_source_that_others_use_keeps_its_gradient():
         outs, _, (w,) = ops.mix([v], scores)
         both = w + other  # one gradient tensor for w and other
         (out,), _, (u,) = ops.mix([w], (z,))
-        linear = (2 * both).sum() + (3 * u).sum() + out.sum()
-        return linear + sum_of_squares(*outs) + (v * inner).sum()
+        linear = 2 * both + 3 * u + v * inner
+        return linear.sum() + out.sum() + sum_of_squares(*outs)
 
     assert_same_gradients(loss, leaves)
 
@@ -259,8 +263,8 @@ def test_two_sources_may_share_one_gradient(compiled):
         return (shared.square() * weight).sum() + sum_of_squares(*outs) + lengths
 
     expected = torch.autograd.grad(loss(two_phase), leaves)
-    ours = torch.compile(loss, options=INDUCTOR | UNFUSED) if compiled else loss
-    assert_all_close(torch.autograd.grad(ours(autograd), leaves), expected, atol=1e-4)
+    function = torch.compile(loss, options=INDUCTOR | UNFUSED) if compiled else loss
+    assert_all_close(torch.autograd.grad(function(autograd), leaves), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("opens", [True, False])
@@ -275,11 +279,12 @@ def test_queries_threaded_twice_may_share_one_gradient(opens):
         queries = 0.3 * folded
         _, fa, za = ops.score(source, queries * 1.0, **options)
         before = None if opens else partial
-        results = ops.open_block(y, before, queries * 1.0, (source,), za[:1], **options)
-        outs, lses, (query,), fb, sources, zb = results
+        arguments = y, before, queries * 1.0, (source,), za[:1]
+        outs, lses, (query,), fb, sources, zb = ops.open_block(*arguments, **options)
         shared = fa + fb  # one gradient for both
         squares = sum_of_squares(*outs, *lses, *sources, *za, *zb)
-        return (shared.square() * weight).sum() + squares + (query * weight[0]).sum()
+        weighted = shared.square() * weight
+        return weighted.sum() + squares + (query * weight[0]).sum()
 
     used = [y, source, folded] if opens else leaves
     assert_same_gradients(loss, used)
@@ -376,7 +381,8 @@ def test_of_width_d_only_sources_and_what_the_plain_residual_saves_are_kept(spec
 
     Phase 1's outputs are rebuilt.
     """
-    net, x = Net(with_option(spec, "backend=triton")), torch.randn(9, 24, requires_grad=True)
+    net = Net(with_option(spec, "backend=triton"))
+    x = torch.randn(9, 24, requires_grad=True)
     saved = saved_for_backward(lambda: net(x))
     wide = {tensor.data_ptr() for tensor in saved if tensor.shape == (9, 24)}
     inputs_and_outputs = 2 * len(net.linears)
@@ -404,11 +410,12 @@ def test_settling_gives_back_the_plain_state():
     fast = build("attnres-block:block=3,backend=triton", 16, 7)
     slow = build("attnres-block:block=3,backend=reference", 16, 7)
     slow.load_state_dict(fast.state_dict())
-    one, two = fast.begin(torch.ones(2, 16)), slow.begin(torch.ones(2, 16))
+    x = torch.ones(2, 16)
+    one, two = fast.begin(x), slow.begin(x)
     for i in range(7):
         assert len(two) == fast.num_sources(i)
-        torch.testing.assert_close(fast.settle(one, i), two)
-        torch.testing.assert_close(fast.weights(one, i), slow.weights(two, i))
+        assert_close(fast.settle(one, i), two)
+        assert_close(fast.weights(one, i), slow.weights(two, i))
         _, one = fast.read(one, i)
         _, two = slow.read(two, i)
         y = torch.randn(2, 16)
@@ -436,12 +443,14 @@ def test_the_backend_asked_for_runs_or_raises():
 
 
 def test_operators_are_well_registered():
-    v, w, u, s, douts = *torch.randn(4, 2, 16), list(torch.randn(3, 2, 16))
-    folded, query, g = torch.randn(3, 16), torch.ones(16), torch.ones(16)
+    v, w, u, s = torch.randn(4, 2, 16)
+    folded, douts = torch.randn(3, 16), list(torch.randn(3, 2, 16))
+    query, g = torch.ones(2, 16)
     z, rstd = score.score(v, folded, 1e-6)
     scores = torch.stack([z, z], -2)
     x, r, out, lse, p = mix.mix([v, w], [scores], g, 1e-6, False)
-    out, lse, one = out[0].clone(), lse[1].clone(), p[..., :1].contiguous()
+    out, lse = out[0].clone(), lse[1].clone()
+    one = p[..., :1].contiguous()
     merged = merge.merge(v, None, out, lse, query, None, g, 1e-6, 1e-6)[2]
     # Tensors of which one operator changes some: no two of them may be the same.
     seeds, gradient = torch.randn(2, 2).unbind(0), torch.randn(2, 16)
@@ -531,7 +540,7 @@ def test_scores_are_read_where_they_lie(pieces):
     sources = list(torch.randn(count, *tokens, 16))
     parts = mix.mix(sources, pieces, g, 1e-6, False)
     assert_all_equal(parts, mix.mix(sources, [scores], g, 1e-6, False))
-    torch.testing.assert_close(parts[-1], scores.softmax(-2))
+    assert_close(parts[-1], scores.softmax(-2))
 
 
 def test_tables_of_any_length_hold_their_addresses():

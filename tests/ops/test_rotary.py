@@ -11,6 +11,7 @@ from kernel_cases import (
     needs_gpu,
     results,
 )
+from torch.testing import assert_close
 
 from headwater.models.attention import Rotary
 from headwater.ops.rotary import rotate_joined
@@ -100,7 +101,7 @@ def test_it_compiles_to_one_graph_with_one_node_each_way():
     """Nothing is put together behind the backward's node."""
     joined, turn = draw(1, 5, 4, 2, 8), turned(4, 2, tables(5, 8))
     values, forward, backward = compiled_nodes(turn, joined)
-    torch.testing.assert_close(values, results(turn, joined, torch.float32), atol=0, rtol=0)
+    assert_close(values, results(turn, joined, torch.float32), atol=0, rtol=0)
     assert forward.count("headwater.rotary_forward.default") == 1
     assert backward == ["headwater.rotary_backward.default"]
 

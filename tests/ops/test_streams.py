@@ -17,6 +17,7 @@ from kernel_cases import (
     with_gradients,
     with_option,
 )
+from torch.testing import assert_close
 
 from headwater.models import Decoder, ModelConfig
 from headwater.ops.streams import project_streams, read_streams, write_streams
@@ -109,7 +110,8 @@ def test_what_is_left_unused_has_no_part_in_the_gradient(used, device):
         z, again, factors = project_streams(x, weight, 1e-6, backend=backend)
         h = read_streams(again, pre, factors, backend=backend)
         outputs = (h, write_streams(again, y, post, res, backend=backend), z)
-        return with_gradients([outputs[k] for k in used], [x], [seeds[k] for k in used])
+        outputs, along = zip(*((outputs[k], seeds[k]) for k in used))
+        return with_gradients(outputs, [x], along)
 
     values, truth = results("triton", torch.float32), results("reference", torch.float64)
     assert all(error(*pair) < 1e-5 for pair in zip(values, truth, strict=True))
@@ -142,9 +144,10 @@ def test_second_derivatives_are_refused():
 
 
 def test_what_the_kernels_cannot_take_goes_to_the_reference_or_is_refused():
-    many, pre = torch.randn(2, MAX_STREAMS + 1, 8), torch.randn(2, MAX_STREAMS + 1)
+    many = torch.randn(2, MAX_STREAMS + 1, 8)
+    pre = torch.randn(2, MAX_STREAMS + 1)
     expected = (pre.unsqueeze(-1) * many).sum(-2)
-    torch.testing.assert_close(read_streams(many, pre), expected)
+    assert_close(read_streams(many, pre), expected)
     with pytest.raises(ValueError, match="up to 8 streams"):
         read_streams(many, pre, backend="triton")
     with pytest.raises(ValueError, match="dtype"):
