@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from headwater.analyze.inspector.look import _affordable
 from headwater.analyze.inspector.page import ERROR, pack
 from headwater.analyze.inspector.serve import InspectorServer
 from headwater.analyze.inspector.shares import Shares
-from headwater.analyze.inspector.subject import Subject
+from headwater.analyze.inspector.subject import Subject, _scaled_head
 from headwater.analyze.prompted import prompted_run
 from headwater.cli import main
 from headwater.errors import UserError
@@ -282,6 +283,25 @@ def test_what_does_not_fit_is_refused():
     for other, words in ((linear, "convert it first"), (network, "converted; got a Sequential")):
         with pytest.raises(UserError, match=words):
             headwater.inspect(other, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("settings", "change"),
+    [
+        ({}, lambda y: y),
+        ({"logits_scaling": 4.0}, lambda y: y / 4),
+        ({"logits_mup_width_multiplier": 2.0}, lambda y: y / 2),
+        ({"logit_scale": 0.5}, lambda y: y / 2),
+        ({"final_logit_softcapping": 3.0}, lambda y: 3 * torch.tanh(y / 3)),
+        ({"logits_soft_cap": 2.0}, lambda y: 2 * torch.tanh(y / 2)),
+        ({"unpadded_vocab_size": 5}, lambda y: y[..., :5]),
+    ],
+)
+def test_logits_are_scaled_capped_and_cut_as_a_config_says(settings, change):
+    """Architectures of transformers each have some of these settings."""
+    head, x = torch.nn.Linear(4, 7), torch.randn(2, 4)
+    logits = _scaled_head(head, SimpleNamespace(**settings))(x)
+    assert_close(logits, change(head(x)))
 
 
 @pytest.mark.parametrize(
