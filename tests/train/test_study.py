@@ -119,6 +119,9 @@ def test_a_recipe_is_the_product_of_its_lists(recipe):
     inner = 2 * (16 * 16 * 3 + 3 * 16 * 32 + 2 * 16) + 16  # two layers, and the final norm
     assert (last.train.steps, fast.train.steps) == (4, -(-20 * inner // (4 * 32)))
     assert (fast.optim.lr, plan.jobs, plan.keep_weights) == (1.0, 2, False)
+    assert plan.name == "pair"
+    change(recipe, 'name = "pair"', "")
+    assert read_recipe(recipe).name == "recipe"
 
 
 @pytest.mark.parametrize("tied", [False, True])
