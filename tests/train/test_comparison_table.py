@@ -43,6 +43,7 @@ def test_rows_have_mean_spread_and_paired_difference():
     assert [row.verdict for row in rows] == ["baseline", "no significant difference"]
     text = printed(rows)
     assert "3.5000 ± 0.7071" in text
+    assert "1k 6k" in text  # parameters, operations
     assert "−0.4000 ± 1.2706" in text  # Student's t of one degree of freedom, 12.706, times 0.1
     assert "With 2 seeds, a difference is significant if it exceeds 9 times" in text
     assert "how many runs were made side by side is unknown" in text

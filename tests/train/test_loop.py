@@ -196,8 +196,10 @@ def test_wall_clock_and_memory_go_on_where_a_run_is_resumed(tmp_path):
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 def test_bits_per_byte_of_a_model_that_knows_nothing(tmp_path, tokenizer):
     """Every logit is zero, so a token costs log2(vocab) bits, however many bytes it stands for."""
-    config = tiny(tmp_path, tokenizer=tokenizer, bpe_vocab=300)
+    config = tiny(tmp_path, tokenizer=tokenizer, bpe_vocab=300, accumulate=2)
     run = begin(config, tmp_path / "run", resume=False)
+    # As many windows at a time as a micro-batch has
+    assert {count for _, count in loop.validation_shares(run)} == {2}
     with torch.no_grad():
         run.model.head.weight.zero_()
     bits, vocabulary = evaluate(run), run.model.config.vocab_size
