@@ -51,6 +51,7 @@ def test_rows_have_mean_spread_and_paired_difference():
     (row,) = tabulate(unpaired, ["standard", "attnres-full"], {})
     assert row.verdict is None
     assert spread([2.0]) == Spread(2.0, None)
+    assert table_of((), 12).rows == []
 
 
 def test_a_row_has_the_mean_of_each_of_its_numbers(tmp_path):

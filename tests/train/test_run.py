@@ -114,6 +114,13 @@ def test_summary_and_resolved_configuration(run_folder):
     assert (config.model.residual, config.model.vocab_size) == ("attnres-block:block=2", 320)
 
 
+def test_a_device_is_tried_out_before_any_work(tmp_path):
+    """Torch knows its name, and this machine has none."""
+    with pytest.raises(UserError, match="device 'mps' cannot be used here: "):
+        train(tiny(tmp_path, device="mps"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 USUAL = ("standard", "attnres-block", "attnres-full", "mhc", "muddformer", "denseformer")
 SLOW = ("attnres-full:weights=sigmoid", "vertical-attention", "mhc:backend=reference")
 
