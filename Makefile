@@ -90,8 +90,8 @@ test-hf: $(TESTED)
 test-torch: $(TESTED)
 	$(call on_releases,torch,$(TORCH),--processes 2 $(TORCH_TESTS:%=tests/%.py))
 
-# Inside other engines: torchtitan and vLLM, in an environment of their own. They ask for torch with CUDA, so they come without
-# their dependencies. INDEX names an index of torch for a CPU, where the usual one has torch with CUDA.
+# Inside other engines: torchtitan, Megatron-Core, vLLM and others, in an environment of their own. Some ask for torch with CUDA,
+# so these come without their dependencies. INDEX names an index of torch for a CPU, where the usual one has torch with CUDA.
 ENGINES := build/engines
 INDEX ?=
 PIP_OF_ENGINES := $(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check
