@@ -20,6 +20,7 @@ transformers.logging.disable_progress_bar()
 VOCAB = 67
 # Their files take the kernels of fla, which need a GPU.
 LINEAR = ("kimi_linear", "bailing_hybrid", "qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
+LINEAR += ("glm5_next", "qwen4_exp")
 if not torch.cuda.is_available() and "fla" not in sys.modules:
     sys.modules["fla"] = None  # type: ignore[assignment]  # then importing it fails
     for linear in (

@@ -46,6 +46,8 @@ NO_PUBLIC_WAY = {
     ("hf/formats/folder.py", "_model_mapping"),  # the same, of a folder
     # Of transformers' Auto classes: which class a config stands for
     ("hf/convert/classes.py", "_model_mapping"),
+    # What transformers loads in fp32, whatever the dtype of the rest
+    ("hf/convert/install.py", "_keep_in_fp32_modules_strict"),
     # transformers' mark on a tensor that has its value already
     ("hf/convert/depth.py", "_is_hf_initialized"),
 }

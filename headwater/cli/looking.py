@@ -13,7 +13,7 @@ from headwater.cli.flags import (
     ResidualsFlags,
     ScalingFlags,
 )
-from headwater.cli.models import check_device, is_transformers, load_any, say
+from headwater.cli.models import check_device, is_transformers, load_opened, say
 from headwater.cli.parser import parse
 from headwater.errors import UserError, user_values
 from headwater.runs.tables import Table, plain
@@ -46,7 +46,7 @@ def apart(folders: Sequence[Path], prompt: str, device: str) -> tuple[list[Path]
 
     passes = []
     for folder in models:
-        model, tokenizer, encode = load_any(folder, device)
+        model, tokenizer, encode = load_opened(folder, device)
         name, tokens = folder.resolve().name, encode(prompt)
         inspection = look(model, tokens, tokenizer=tokenizer, name=name, removals="none")
         config = model.config.get_text_config()
@@ -155,7 +155,7 @@ def inspect(argv: list[str]) -> None:
     from headwater.analyze.inspector import inspect as run
     from headwater.analyze.inspector.serve import serve
 
-    loaded = [load_any(folder, flags.device) for folder in models]
+    loaded = [load_opened(folder, flags.device) for folder in models]
     # Folders are named shortly unless both have the same name.
     short = len({folder.name for folder in models}) == len(models)
     names = [folder.name if short and folder.name else str(folder) for folder in models]

@@ -32,6 +32,17 @@ def load_any(folder: Path, device: str) -> tuple[Any, Any, Callable[[str], list[
     return loaded.model, loaded.tokenizer, lambda text: loaded.tokenizer.encode(text).tolist()
 
 
+def load_opened(folder: Path, device: str) -> tuple[Any, Any, Callable[[str], list[int]]]:
+    """Do as `load_any`, and put the residual of a released model behind headwater's verbs."""
+    model, tokenizer, encode = load_any(folder, device)
+    if is_transformers(folder):
+        from headwater.hf.convert.conversion import is_released, open_residual
+
+        if is_released(model):
+            open_residual(model)
+    return model, tokenizer, encode
+
+
 def check_device(device: str) -> None:
     import torch
 

@@ -4,10 +4,11 @@
 """
 
 from headwater.hf.convert.adapters import trainable
-from headwater.hf.convert.conversion import convert
+from headwater.hf.convert.conversion import convert, open_residual
 from headwater.hf.convert.install import revert
 from headwater.hf.convert.layouts import LAYOUTS, Layout
 from headwater.hf.convert.registration import register_types
+from headwater.hf.convert.releases import RELEASES
 from headwater.hf.convert.report import Report
 from headwater.hf.formats.decoder import register_decoder
 from headwater.hf.formats.delta import load_delta, reset, save_delta
@@ -24,6 +25,7 @@ __all__ = [
     "FLA",
     "KIMI_K3",
     "LAYOUTS",
+    "RELEASES",
     "Layout",
     "Report",
     "Verification",
@@ -34,6 +36,7 @@ __all__ = [
     "load_delta",
     "load_kimi",
     "load_released",
+    "open_residual",
     "read_fla",
     "reset",
     "revert",

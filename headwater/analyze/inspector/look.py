@@ -59,7 +59,7 @@ def inspect(
         headwater.inspect(run.model, tokens, tokenizer=run.tokenizer).save("inspect.html")
     """
     subject = Subject(model)
-    rows = _checked(tokens, model)
+    rows = _checked(tokens, subject)
     with evaluating(model):
         # One pass with everything in it.
         trace, norm, logits, experts = subject.trace(rows)
@@ -117,7 +117,7 @@ def _kinds(subject: Subject, experts: Mapping[int, Top]) -> tuple[str, ...]:
     return tuple(kinds)
 
 
-def _checked(tokens: Tensor | Sequence[int], model: nn.Module) -> Tensor:
+def _checked(tokens: Tensor | Sequence[int], subject: Subject) -> Tensor:
     if isinstance(tokens, str):
         raise UserError(
             "tokens are numbers, and this is a text: give tokenizer.encode(text), with the tokenizer beside it"
@@ -126,7 +126,7 @@ def _checked(tokens: Tensor | Sequence[int], model: nn.Module) -> Tensor:
         raise UserError(
             f"tokens are numbers, and this has them under a name: give ...['input_ids'], of {[*tokens]}"
         )
-    device = next(model.parameters()).device
+    device = next(subject.model.parameters()).device
     rows = torch.as_tensor(tokens, dtype=torch.long, device=device)
     rows = rows[None] if rows.dim() == 1 else rows
     if rows.dim() != 2 or rows.shape[0] != 1:
@@ -136,8 +136,11 @@ def _checked(tokens: Tensor | Sequence[int], model: nn.Module) -> Tensor:
             f"the prompt must have two tokens at least, since the page shows how well each foretells the next; "
             f"got {rows.shape[1]}"
         )
+    config: Any = subject.model.config
+    # The text part of a vision-language model says it.
+    if subject.converted:
+        config = config.get_text_config()
     # transformers has another name for the context.
-    config: Any = model.config
     context = getattr(config, "context", None) or getattr(config, "max_position_embeddings", None)
     if context is not None and rows.shape[1] > context:
         raise UserError(

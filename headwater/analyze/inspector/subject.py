@@ -11,6 +11,8 @@ from headwater.errors import UserError
 from headwater.models import Decoder
 from headwater.models.moe import Router, Routes
 from headwater.residuals import Norm, Read, Residual, State, Trace, Watcher, record, watched
+from headwater.residuals.base import unwatched
+from headwater.residuals.record import replay
 
 from .forward_pass import Top
 
@@ -70,9 +72,24 @@ class Subject:
         assert pass_.norm is not None
         read = trace.reads[-1]
         assert isinstance(read, Tensor)
+        self._check_sources(trace, read)
         again = self.head(pass_.norm(read)).float()
         self._check_head(again, logits)
         return trace, pass_.norm, logits, experts
+
+    def _check_sources(self, trace: Trace, read: Tensor) -> None:
+        """Make the final read again of what the sublayers wrote: a model may add to its streams in
+        between."""
+        with unwatched():
+            again = replay(self.residual, trace.sources)[-1]
+        assert isinstance(again, Tensor)
+        difference = float((again - read).norm() / read.norm())
+        if difference > 1e-2:
+            raise UserError(
+                f"cannot inspect this {type(self.model).__name__}: its final read does not follow from what its "
+                f"sublayers wrote, from which it is off by {difference:.2g}, relative. The model must add something "
+                "to its streams in between. headwater.record works on it"
+            )
 
     def _check_head(self, again: Tensor, logits: Tensor) -> None:
         """Compare logits computed apart from the model, which may do more than is known here."""
@@ -150,7 +167,8 @@ def _refusal(model: nn.Module, residuals: int) -> str:
         return f"a model with one residual can be inspected, and this {name} has {residuals}: merge its adapters first"
     return (
         f"this {name} has no residual of headwater, so there is no depth to look at: convert it first, "
-        "headwater.convert(model), or `headwater convert FOLDER --out OTHER`"
+        "headwater.convert(model), or `headwater convert FOLDER --out OTHER`; of a model released with a residual of "
+        "its own, headwater.hf.open_residual(model)"
     )
 
 

@@ -29,14 +29,21 @@ class Takes:
         return arguments
 
 
-def takes(module: nn.Module, layer: nn.Module, everything: bool) -> Takes:
+def takes(
+    module: nn.Module, layer: nn.Module, everything: bool, renames: Mapping[str, str]
+) -> Takes:
     """Match a module's arguments with those of its layer.
+
+    `renames`: the layer's names of arguments that the module calls otherwise.
 
     `everything`: pass also what the module does not name, if it has **kwargs, as attention hands them
     to its kernel.
     """
     names, of_layer = _parameters(module)[1:], _parameters(layer)
-    pairs = tuple((name, _in_layer(name, of_layer)) for name in names if name not in NOTHING)
+    pairs: tuple[tuple[str, str], ...] = ()
+    for name in names:
+        if name not in NOTHING:
+            pairs += ((name, renames.get(name) or _in_layer(name, of_layer)),)
     constant = tuple((name, NOTHING[name]) for name in names if name in NOTHING)
     # An MLP gets no mask that it does not ask for.
     if not everything or not _takes_any(module):

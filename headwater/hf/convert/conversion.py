@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from headwater.errors import UserError, check_fit, user_values
 
@@ -12,7 +13,8 @@ from .adapters import check_adapters, keep_in_adapters
 from .classes import config_class, head_class
 from .install import conversion_of, install, revert
 from .layouts import PREFIX, Layout
-from .plan import Plan, new_plan, saved_plan
+from .plan import Plan, new_plan, opened_plan, saved_plan
+from .releases import RELEASES
 from .report import Report
 from .trial import NotTried, Trial, check_off_start, difference, try_plain
 
@@ -51,7 +53,38 @@ def convert(
         print(headwater.convert(model, "attnres-block", block=4))
     """
     # All that can be refused is refused before anything is changed.
-    plan = new_plan(model, residual, layout, exact, options)
+    return _apply(model, new_plan(model, residual, layout, exact, options), check)
+
+
+def open_residual(model: nn.Module, *, check: bool = True) -> Report:
+    """Put the released residual of a transformers model behind `begin`, `read`, `write` and `end`, in place.
+
+    The body stays as it is. The residual becomes headwater's own, with the checkpoint's weights, as `residual` of the
+    model that owns the layers. So `headwater.record`, `headwater.mixing` and `headwater.inspect` work on the model,
+    and it trains and saves as a converted model does. `headwater.revert` gives transformers' own model back, with the
+    weights that the residual has then.
+
+    Arguments:
+        model: a transformers model of one of the types that `headwater.hf.RELEASES` lists, or a module that holds one.
+        check: run a few random tokens before and after, as `headwater.convert` does.
+
+    Returns: a `Report`.
+
+    Raises: `headwater.errors.UserError` for a model of another type, and one that would compute something else.
+
+        model = AutoModelForCausalLM.from_pretrained("path/to/a/deepseek_v4")
+        print(headwater.hf.open_residual(model))
+    """
+    return _apply(model, opened_plan(model), check)
+
+
+def is_released(model: nn.Module) -> bool:
+    """Tell whether `open_residual` takes a model as it is."""
+    configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return any(config.model_type in RELEASES for config in configs)
+
+
+def _apply(model: nn.Module, plan: Plan, check: bool) -> Report:
     check_adapters(model)
     try:
         if not check:

@@ -16,6 +16,7 @@ from .arguments import unknown
 from .layers import Site, part_of, sites_of
 from .layouts import LAYOUTS, PREFIX, Layout
 from .refusals import REFUSED, layout_of
+from .releases import RELEASES, Release
 
 
 @dataclass(frozen=True)
@@ -29,26 +30,28 @@ class Parts:
     prefix: str  # the body's path inside the head, with a dot at its end; empty where they are one
     layers: list[nn.Module]
     norm: nn.Module
+    release: Release | None = None  # whose residual is not the plain one
 
 
-def find(model: nn.Module, layout: Layout | None) -> Parts:
+def find(model: nn.Module, layout: Layout | None, opening: bool = False) -> Parts:
     """Find the model that loops over decoder layers, alone or inside a head.
 
-    Of a vision-language model that is its text part.
+    Of a vision-language model that is its text part. `opening`: its residual is a released one.
     """
     head = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     if head is None:
         raise UserError(f"convert takes a transformers model; a {type(model).__name__} holds none")
     _check_state(model, head)
     own_type = head.config.model_type.removeprefix(PREFIX)
-    if layout is None and own_type in REFUSED:
+    if layout is None and own_type in REFUSED and not opening:
         layout_of(own_type)  # whatever parts it has that would fit
     # The first part whose type has a layout and whose attributes fit it owns the loop.
     for name, body in head.named_modules():
         if not isinstance(body, PreTrainedModel):
             continue
         model_type = body.config.model_type.removeprefix(PREFIX)
-        candidate = layout or LAYOUTS.get(model_type)
+        release = RELEASES.get(model_type) if opening else None
+        candidate = release.layout if release else layout or LAYOUTS.get(model_type)
         if candidate is None:
             continue
         layers = getattr(body, candidate.layers, None)
@@ -56,7 +59,7 @@ def find(model: nn.Module, layout: Layout | None) -> Parts:
         if isinstance(layers, nn.ModuleList) and len(layers) and isinstance(norm, nn.Module):
             _check_layers(body, layers)
             prefix = f"{name}." if name else ""
-            return Parts(model_type, candidate, head, body, prefix, list(layers), norm)
+            return Parts(model_type, candidate, head, body, prefix, list(layers), norm, release)
     expected = layout or layout_of(own_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     raise UserError(
         f"{type(head).__name__}: no part of it has decoder layers '{expected.layers}' and a final norm "
@@ -126,9 +129,10 @@ def layout_for(layer: nn.Module, parts: Parts) -> Layout:
     """The model's layout, or the first of those it may have instead, that fits this layer."""
     layout: Layout | None = parts.layout
     misfits: list[str] = []
+    residual = {*parts.release.reads} if parts.release else set[str]()
     # Hybrid models have layers of several kinds.
     while layout is not None:
-        misfit = _misfit(layer, layout)
+        misfit = _misfit(layer, layout, residual)
         if misfit is None:
             return layout
         misfits.append(misfit)
@@ -139,7 +143,7 @@ def layout_for(layer: nn.Module, parts: Parts) -> Layout:
     )
 
 
-def _misfit(layer: nn.Module, layout: Layout) -> str | None:
+def _misfit(layer: nn.Module, layout: Layout, known: set[str]) -> str | None:
     """The parts of a layer that a layout leaves out, or has too much."""
     try:
         sites = sites_of(layer, layout, 0)
@@ -154,7 +158,7 @@ def _misfit(layer: nn.Module, layout: Layout) -> str | None:
         if not number and not isinstance(part, nn.Module):
             return f"it has no module '{name}'"
     # What a layout leaves out would silently not be computed.
-    surplus = ", ".join(sorted(_unused(layer, names, "")))
+    surplus = ", ".join(sorted(_unused(layer, names | known, "")))
     return f"its layout does not know or use {surplus}" if surplus else None
 
 

@@ -24,7 +24,9 @@ from .find import Parts, layout_for
 from .layers import Site, converted_layer, converted_model, converted_norm, part_of, take_input
 from .layouts import PREFIX, Layout
 from .norms import ScaledNorm, foldable
+from .opening import Taken, copy_weights, give_back, take_modules
 from .plan import Plan
+from .releases import Release
 from .report import Report, describe
 from .start import new_residual
 
@@ -40,6 +42,9 @@ class Conversion:
     # Attributes of instances that were replaced
     attributes: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)
     hooks: list[RemovableHandle] = field(default_factory=list)
+    # Modules of a released residual, which ours stands for
+    taken: list[Taken] = field(default_factory=list)
+    release: Release | None = None
     # By the id of the converted config: that one, and the plain one
     configs: dict[int, tuple[PreTrainedConfig, PreTrainedConfig]] = field(default_factory=dict)
 
@@ -71,9 +76,19 @@ def install(
             "_depth_multiplier": layout.multiplier,
             "_depth_returns": layout.returns,
             "_depth_fp32": bool(layout.fp32 and getattr(layer, layout.fp32)),
-            "_depth_takes": takes_of(layer, sites),
+            "_depth_takes": takes_of(layer, sites, layout),
         }
         replace_class(conversion, layer, type(layer), converted_layer(type(layer)), marks)
+        for name in layout.switched_off:
+            conversion.attributes.append((layer, {name: getattr(layer, name)}))
+            setattr(layer, name, False)
+    if parts.release is not None:
+        conversion.release = parts.release
+        conversion.taken = take_modules(parts.body, parts.layers, plan.groups, parts.release)
+        if parts.release.final == parts.layout.final_norm:
+            setattr(parts.body, parts.release.final, parts.norm)
+        fp32 = parts.head._keep_in_fp32_modules_strict or ()
+        copy_weights(conversion.taken, residual, parts.release, fp32)
     replace_class(conversion, parts.norm, type(parts.norm), converted_norm(type(parts.norm)))
     # A model without a head owns the loop itself.
     loops = parts.body is parts.head
@@ -98,7 +113,8 @@ def _residual(plan: Plan) -> Residual:
     with torch.device("meta" if device.type == "meta" else "cpu"):
         dim = parts.body.config.hidden_size
         residual = new_residual(plan.settings["residual"], dim, len(kinds), kinds)
-    residual = residual.to(device, like.dtype)
+    # A released one takes the dtypes of the weights that it is given.
+    residual = residual.to(device, like.dtype if parts.release is None else torch.float32)
     residual.spec = pinned(residual)
     # A sublayer's parameters go where its layer computes.
     devices: dict[int | None, torch.device] = {len(kinds): execution_device(parts.norm, device)}
@@ -111,7 +127,7 @@ def _residual(plan: Plan) -> Residual:
     return residual
 
 
-def takes_of(layer: nn.Module, sites: Sequence[Site]) -> dict[str, Takes]:
+def takes_of(layer: nn.Module, sites: Sequence[Site], layout: Layout) -> dict[str, Takes]:
     """The arguments of every module that a sublayer calls after its norm.
 
     An MLP, and what follows a body, gets only what it names.
@@ -122,7 +138,8 @@ def takes_of(layer: nn.Module, sites: Sequence[Site]) -> dict[str, Takes]:
             module = part_of(layer, name)
             if isinstance(module, nn.Module):
                 everything = name == site.body and site.kind != "mlp"
-                modules[name] = takes(module, layer, everything)
+                renames = {own: other for part, own, other in layout.renames if part == name}
+                modules[name] = takes(module, layer, everything, renames)
     return modules
 
 
@@ -154,6 +171,8 @@ def revert(model: nn.Module) -> None:
     for module, attributes in conversion.attributes:
         module.__dict__.update(attributes)
     restore_configs(conversion, head)
+    if conversion.release is not None:
+        give_back(conversion.taken, conversion.depth.residual, conversion.release)
     delattr(body, RESIDUAL)
     del body.__dict__["_conversion"]
 

@@ -40,6 +40,9 @@ class Site:
     beside: tuple[str, ...] = ()  # more bodies on the same input
     second: "Site | None" = None  # the MLP of a parallel layer
     output: tuple[str, ...] = ()  # after the sum of all bodies
+    # Norms of the query, key and value inputs, each with the body's argument
+    separate: tuple[tuple[str, str], ...] = ()
+    before: str | None = None  # adds to all streams of the residual, before they are read
 
     @property
     def parts(self) -> tuple["Site", ...]:
@@ -48,7 +51,7 @@ class Site:
     @property
     def bodies(self) -> tuple[str, ...]:
         """Names of the modules that are called after a norm."""
-        names: list[str] = []
+        names = [] if self.before is None else [self.before]
         for part in self.parts:
             names += [part.body, *part.out, *part.beside]
         return (*names, *self.output)
@@ -56,16 +59,18 @@ class Site:
     @property
     def names(self) -> set[str]:
         norms = {part.norm for part in self.parts if part.norm is not None}
-        return norms | {*self.bodies}
+        return norms | {norm for norm, _ in self.separate} | {*self.bodies}
 
 
 def sites_of(layer: nn.Module, layout: Layout, first: int) -> tuple[Site, ...]:
     """The sublayers of a layer; `first` is the index of the first."""
     # Some residuals treat attention and MLP differently, and cannot take a layer of one sublayer.
-    kind = "attention" if layout.mlp else "mixer"
+    kind = layout.kind if layout.mlp else "mixer"
     body = present(layer, layout.attention)
     attention = Site(first, kind, layout.attention_norm, body, layout.attention_out)
-    attention = replace(attention, output=layout.output)
+    attention = replace(attention, output=layout.output, separate=layout.separate)
+    if layout.before is not None and isinstance(part_of(layer, layout.before), nn.Module):
+        attention = replace(attention, before=layout.before)
     # A layer of one sublayer, such as Mamba's.
     if not layout.mlp:
         return (attention,)
@@ -167,12 +172,17 @@ class ConvertedLayer(nn.Module):
                 f"residual '{residual.spec}' looks back along the tokens of its stream, which a KV cache does not "
                 "keep: generate with use_cache=False"
             )
+        # Models with streams of their own have made them of the embedding.
+        if x.dim() > 3 or x.shape[-1] != residual.dim:
+            x = x.flatten(2).unflatten(-1, (-1, residual.dim))[:, :, 0]
         return self._depth.begin(x.float() if self._depth_fp32 else x, self)
 
     def _run(
         self, site: Site, state: State, kwargs: Mapping[str, Any], returned: list[Any]
     ) -> State:
         """Read, run a sublayer's modules, write."""
+        if site.before is not None:
+            state = self._injected(site.before, state, kwargs)
         # The branches of a parallel sublayer have norms of their own, after the read.
         norm = None
         if site.norm is not None and site.second is None:
@@ -196,16 +206,29 @@ class ConvertedLayer(nn.Module):
         y = y.float() if self._depth_fp32 else y
         return self._depth.call(self, "write", state, site.sublayer, y)
 
+    def _injected(self, name: str, state: State, kwargs: Mapping[str, Any]) -> State:
+        """Add what a module makes of all streams, side by side, to each of them."""
+        (streams,) = state
+        given = self._depth_takes[name].given(kwargs)
+        features = part_of(self, name)(streams.flatten(-2), **given)
+        return (streams + features.view_as(streams),)
+
     # A branch without a norm of its own takes what is given `otherwise`.
     def _normed(self, norm: str | None, x: Tensor, otherwise: Tensor) -> Tensor:
         return otherwise if norm is None else part_of(self, norm)(x)
 
     def _body(self, site: Site, x: Read, kwargs: Mapping[str, Any], returned: list[Any]) -> Tensor:
         """The sublayer's output; what attention gives besides is added to `returned` where the layer returns it."""
+        # The body gets the masks, positions and cache that the layer was given.
+        given = self._depth_takes[site.body].given(kwargs)
+        if site.separate:
+            inputs = x if isinstance(x, tuple) else (x,) * len(site.separate)
+            for (norm, argument), value in zip(site.separate, inputs, strict=True):
+                given[argument] = part_of(self, norm)(value)
+            x = given.pop(site.separate[0][1])
         # Query, key and value inputs go side by side through the attention's one argument.
         x = torch.cat(x, -1) if isinstance(x, tuple) else x
-        # The body gets the masks, positions and cache that the layer was given.
-        out = part_of(self, site.body)(x, **self._depth_takes[site.body].given(kwargs))
+        out = part_of(self, site.body)(x, **given)
         # Attention may return its weights or a cache, which the layer hands on.
         if site.kind != "mlp":
             several = isinstance(out, tuple)

@@ -47,6 +47,15 @@ class Layout:
     returns: tuple[int | None, ...] = ()
     fp32: str | None = None  # attribute of the layer: whether the stream is kept in fp32
     shrinking: bool = False  # the stream is divided by the root of the number of its sources
+    kind: str = "attention"  # of a layer's first sublayer, where it has two
+    # Of an attention with inputs of its own for query, key and value: their norms, and its arguments
+    separate: tuple[tuple[str, str], ...] = ()
+    # A module that some layers have: it is given all streams of the residual, and added to them
+    before: str | None = None
+    # Of a module: its name of an argument, and the layer's where that is another
+    renames: tuple[tuple[str, str, str], ...] = ()
+    # Attributes of a layer by which the model's loop changes what layers hand on
+    switched_off: tuple[str, ...] = ()
     otherwise: "Layout | None" = None  # for layers of the same model that this one does not fit
 
     def to_dict(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from headwater.residuals import parse
 from .find import Parts, check_parallel, find, find_sites, split_inputs
 from .layers import Site
 from .layouts import Layout
+from .opening import released_spec
 from .start import Start, measure_start
 
 SETTINGS = ("residual", "scales", "start", "layout")
@@ -73,9 +74,28 @@ def new_plan(
     return plan
 
 
+def opened_plan(model: nn.Module) -> Plan:
+    """Plan to open a released model: its residual becomes ours, at the scale that it has."""
+    parts = find(model, None, opening=True)
+    if parts.release is None:
+        raise UserError(
+            f"'{parts.model_type}' has the plain residual: headwater.convert gives it another"
+        )
+    groups = find_sites(parts)
+    reads = len(kinds_of(groups)) + 1
+    spec = released_spec(parts.release, parts.body.config, reads - 1)
+    settings = {"residual": spec, "scales": [1.0] * reads, "opened": True}
+    # No norm follows a final read that is one itself.
+    if parts.release.final == parts.layout.final_norm:
+        parts = replace(parts, norm=nn.Identity())
+    return Plan(parts, groups, settings, Start((1.0,) * reads, error=0.0, triples=()), split=[])
+
+
 def saved_plan(model: nn.Module, settings: Mapping[str, Any]) -> Plan:
     """Plan a conversion as a saved config or delta file says: the same residual at the same scales."""
     layout, scales = settings.get("layout"), settings["scales"]
+    if settings.get("opened"):
+        return opened_plan(model)
     parts = find(model, None if layout is None else Layout.from_dict(layout))
     architecture = settings.get("architecture", parts.model_type)
     if architecture != parts.model_type:

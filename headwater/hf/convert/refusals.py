@@ -14,6 +14,7 @@ NORM_ON_STREAM = (
     "its norms stand on the stream itself (post-norm), so there is no plain residual to replace"
 )
 OWN_RESIDUAL = "its residual is not the plain one already"
+OPENED = f"{OWN_RESIDUAL}, and no other starts as what it has learned: headwater.hf.open_residual opens it"
 REASONS: tuple[tuple[str, str], ...] = (
     (
         NO_DECODER,
@@ -29,8 +30,9 @@ REASONS: tuple[tuple[str, str], ...] = (
     ),
     (CROSS, "musicgen musicgen_melody mllama blt"),
     (NORM_ON_STREAM, "minimax openai-gpt git"),
-    (f"{OWN_RESIDUAL}: hyper-connections", "deepseek_v4 hy_v4 qwen4_exp qwen4_exp_text"),
-    (f"{OWN_RESIDUAL}: it mixes several streams", "glm5_next muse_spark gemma3n gemma3n_text"),
+    (OPENED, "deepseek_v4 glm5_next glm5_next_text hy_v4 inkling2 inkling2_text"),
+    (OPENED, "qwen4_exp qwen4_exp_text"),
+    (f"{OWN_RESIDUAL}: it mixes several streams", "muse_spark gemma3n gemma3n_text"),
     (f"{OWN_RESIDUAL}: it is scaled by learned weights", "zaya doge"),
     (
         "each layer adds a per-layer embedding as a third branch",

@@ -93,6 +93,10 @@ def describe(plan: Plan, residual: Residual, unchecked: str) -> Report:
 def _line(layer: str, site: Site, scale: float) -> str:
     bodies = site.body if site.second is None else f"{site.body} and {site.second.body}"
     norm = "no norm" if site.norm is None else site.norm
+    if site.separate:
+        norm = ", ".join(name for name, _ in site.separate)
+    if site.before is not None:
+        norm += f", after {site.before} has added to all streams, which a mixing matrix leaves out"
     return f"{layer}.{bodies}: sublayer {site.sublayer} reads through {norm}{_times(scale)}"
 
 

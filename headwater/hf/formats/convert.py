@@ -19,7 +19,7 @@ from headwater.generation.prompt_portions import free_bytes
 from headwater.hf.convert.classes import class_of
 from headwater.hf.convert.conversion import convert
 from headwater.hf.convert.depth import RESIDUAL
-from headwater.hf.convert.install import conversion_of
+from headwater.hf.convert.install import conversion_of, revert
 from headwater.hf.convert.layouts import PREFIX, Layout
 from headwater.hf.convert.report import Report
 from headwater.residuals import parse
@@ -139,6 +139,14 @@ def revert_folder(source: Path, out: Path) -> str:
     conversion, body = conversion_of(model)
     if not weight_map(source):
         raise UserError(f"{source} holds no safetensors files")
+    if conversion.release is not None:
+        # The weights of its residual go back under transformers' names.
+        model = load(source)
+        revert(model)
+        with whole_folder(out) as folder:
+            model.save_pretrained(folder)
+            copy_companions(source, folder)
+        return conversion.report.residual
     with whole_folder(out) as folder:
         link_weights(source, folder, removed=f"{path_of(model, body)}{RESIDUAL}.")
         copy_companions(source, folder)
