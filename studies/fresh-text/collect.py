@@ -151,8 +151,9 @@ def main() -> None:
     seen: set[bytes] = set()
     sample: list[str] = []
     taken = []
-    for maker, place in ((python_packages, options.wheels), (debian_packages, options.sources)):
-        for package in maker(place):
+    python, debian = python_packages(options.wheels), debian_packages(options.sources)
+    for registry, packages in (("PyPI", python), ("Debian", debian)):
+        for package in packages:
             texts = []
             size = 0
             for name, text in package.files:
@@ -168,7 +169,7 @@ def main() -> None:
                 target = options.out / "packages" / f"{package.name}.txt"
                 target.write_text("\n\n".join(texts), newline="")
                 sample += texts[::SAMPLED]
-                taken.append({**package._asdict(), "bytes": size, "from": place.name})
+                taken.append({**package._asdict(), "bytes": size, "from": registry})
                 del taken[-1]["files"]
     (options.out / "sample.txt").write_text("\n<|endoftext|>\n".join(sample), newline="")
     lines = ",\n".join("  " + json.dumps(package) for package in taken)
