@@ -236,7 +236,6 @@ def test_what_cannot_be_scored_is_refused_in_one_message(run, score, tmp_path, m
     for folder, names, message in (
         (run, "riverz", "lm-eval has no task riverz"),
         (run, "absent", "the data of absent cannot be fetched"),
-        (run, ",", "names no task"),
         (tmp_path, "rivers", "no checkpoint in"),
         (tmp_path / "bare", "rivers", "holds no tokenizer"),
     ):

@@ -35,7 +35,8 @@ def continuation(model, prompt, **options):
 
 
 def shown(capsys, folder, *flags):
-    cli.generate([str(folder), "--max-new-tokens", str(NEW), *flags])
+    prompt = () if "--prompt" in flags else ("--prompt", "def ")
+    cli.generate([str(folder), "--max-new-tokens", str(NEW), *prompt, *flags])
     return capsys.readouterr()
 
 
