@@ -48,7 +48,9 @@ def draw(root: Path, under: str, count: int, seed: int) -> list[Mutant]:
     """Draw mutants, one a line."""
     sources = {}
     sites = defaultdict(list)
-    for path in sorted(root.glob(f"{under}/**/*.py")):
+    # A folder, or one file.
+    paths = [root / under] if under.endswith(".py") else sorted(root.glob(f"{under}/**/*.py"))
+    for path in paths:
         file = path.relative_to(root).as_posix()
         sources[file] = path.read_text(encoding="utf-8")
         for node in nodes(ast.parse(sources[file])):

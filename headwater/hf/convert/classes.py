@@ -173,6 +173,8 @@ def head_class(base: type[Any]) -> type[PreTrainedModel]:
         **remakable(head_class, base),
     }
     _heads[base] = type(f"Headwater{base.__name__}", (Converted, base), members)
+    # A class that no Auto class knows reads its folder by its own config class.
+    _heads[base].config_class = config_class(base.config_class)
     _share_mapping(base.__name__, _heads[base].__name__)
     return _heads[base]
 
