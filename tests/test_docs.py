@@ -96,6 +96,8 @@ def place(prepared, tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setattr(jobs, "launch", in_this_process)
+    # Runs in this process need more memory than a page's, and a wider number must not fold a name.
+    monkeypatch.setenv("COLUMNS", "100")
     # Runs are made smaller than a page says, so they are not what their folders are named after.
     monkeypatch.setattr(studies, "refuse_changed", lambda jobs: None)
     return tmp_path
