@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from tinyhf import greedy, logits, tiny_config, tiny_model
+from tinyhf import greedy, load_elsewhere, logits, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -186,6 +186,20 @@ def test_in_bf16_it_is_no_further_from_fp32_than_twice_theirs(kind, tmp_path):
     assert torch.equal(logits(again, ROWS), ours)
     revert(again)
     torch.testing.assert_close(again.state_dict(), theirs.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("auto", ["AutoModelForCausalLM", "AutoModelForMultimodalLM"])
+def test_a_new_process_loads_opened_models(auto, tmp_path):
+    expected = {}
+    for kind in SHAPES:
+        if (kind == "glm5_next_text") == (auto == "AutoModelForMultimodalLM"):
+            model = released(kind)
+            open_residual(model, check=False)
+            model.save_pretrained(tmp_path / kind)
+            expected[kind] = logits(model, ROWS)
+    loaded = load_elsewhere(tmp_path, {"input_ids": ROWS}, dict.fromkeys(expected), auto)
+    for kind, values in expected.items():
+        torch.testing.assert_close(loaded[kind]["logits"], values, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", SHAPES)
