@@ -203,7 +203,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("-n", type=int, default=200, help="how many mutants are drawn")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--under", default="headwater", help="folder or file of which they are drawn")
+    parser.add_argument(
+        "--under", default="headwater", help="folder or file of which they are drawn"
+    )
     parser.add_argument("--faults", type=Path, nargs="+", help="files of faults, instead of a draw")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=600, help="for the tests of one mutant")

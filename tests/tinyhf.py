@@ -41,7 +41,8 @@ for name, dtype in dtypes.items():
         dtype = "auto" if dtype is None else getattr(torch, dtype)
         model = getattr(transformers, auto).from_pretrained(name, dtype=dtype).eval()
         with torch.no_grad():
-            save_file({"logits": model(**load_file("inputs.safetensors")).logits.contiguous()}, f"{name}/logits.safetensors")
+            logits = model(**load_file("inputs.safetensors")).logits.contiguous()
+            save_file({"logits": logits}, f"{name}/logits.safetensors")
         conversion = conversion_of(model)[0]
         about[name] = {"folded": sorted(conversion.depth.norms), "sites": list(conversion.report.sites)}
     except Exception as error:

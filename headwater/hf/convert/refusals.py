@@ -59,6 +59,7 @@ REASONS: tuple[tuple[str, str], ...] = (
         "its layers hand on a recurrent state of their own, or chunk the sequence",
         "rwkv xlstm reformer",
     ),
+    ("its layers are not described yet", "dots3_note dots3_note_text"),
 )
 REFUSED: dict[str, str] = {}
 for _reason, _names in REASONS:
