@@ -129,7 +129,7 @@ def export(argv: list[str]) -> None:
 
 
 def demo(argv: list[str]) -> None:
-    """Look into two trained models, then compare their residuals here: four minutes on two cores."""
+    """Look into two trained models, then compare their residuals here: four to six minutes on two cores."""
     flags = parse(DemoFlags, argv, demo)
     from headwater.train import compare as run
 
