@@ -180,6 +180,7 @@ def windows(browser):
 @pytest.fixture
 def visit(browser, windows):
     """Opens a page and, at the end, insists that it raised nothing, logged nothing and asked for nothing but itself."""
+    sync_api = pytest.importorskip("playwright.sync_api")
     taken, apart, troubles, allowed = [], [], [], set()
 
     def watch(request):  # blob: is what the page made itself, for a download
@@ -207,13 +208,23 @@ def visit(browser, windows):
         which a window is opened."""
         address = file if isinstance(file, str) else file.as_uri()
         settings = {"viewport": VIEWPORT} | settings
-        if within:
-            apart.append(browser.new_context(**settings))
-        page = apart[-1].new_page() if within else page_for(settings)
         allowed.add(address.partition("#")[0] if within is None else f"{within.as_uri()}/")
-        for event, listener in heard.items():
-            page.on(event, listener)
-        page.goto(address)
+        # On a crowded machine a window of Chromium sometimes never loads: then a new one is opened.
+        for is_last in (False, True):
+            if within or is_last:
+                apart.append(browser.new_context(**settings))
+                page = apart[-1].new_page()
+            else:
+                page = page_for(settings)
+            for event, listener in heard.items():
+                page.on(event, listener)
+            try:
+                page.goto(address, timeout=120_000 if is_last else 30_000)
+                break
+            except sync_api.TimeoutError:
+                if is_last:
+                    raise
+                (apart if within else taken).pop()
         return page
 
     yield open_page
